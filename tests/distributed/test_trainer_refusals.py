@@ -24,6 +24,7 @@ from elche.errors import Misuse
 from elche_worker.collectives import world
 from elche_worker.trainer import Trainer, TrainerConfig
 from elche_worker.trainer.checks import problem_of_synced
+from elche_worker.user.loading import UserCodeRaised
 from support.loops import NAMES, Recurrent, TwoInputs, dicts, flat, new_model, new_optimizer, samples
 from support.worlds import Raised, Worlds
 
@@ -787,6 +788,15 @@ def test_a_data_set_that_worker_processes_cannot_be_given_is_named() -> None:
         trainer.set_data_loader(loader, forward_input="inputs")
     trainer.close()
     dataset.handle.close()
+
+
+def test_a_batch_that_worker_processes_cannot_send_is_refused_at_once() -> None:
+    model = new_model()
+    loader = DataLoader(samples(8), batch_size=4, num_workers=1, collate_fn=lambda pairs: (pair for pair in pairs))
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
+    with pytest.raises(UserCodeRaised, match=r"cannot be pickled, as worker processes send it .*num_workers to 0"):
+        trainer.set_data_loader(loader, names=("pairs",))
+    trainer.close()
 
 
 def lose_a_peer() -> None:

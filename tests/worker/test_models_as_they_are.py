@@ -1,5 +1,6 @@
 """Models and optimizers of any kind: what they share, which modes they are in, and what no file can hold."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,16 @@ def test_only_statistics_are_averaged_and_queues_come_from_one_rank() -> None:
     kinds = {entry.name: entry.kind for entry in Layout(model).entries}
     assert kinds["0.running_mean"] == kinds["0.running_var"] == "float32"
     assert kinds["queue"] == kinds["0.num_batches_tracked"] == "broadcast"
+
+
+def test_a_buffer_with_the_name_of_a_statistic_that_begins_at_infinity_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    model.register_buffer("running_max", torch.tensor([0.0, -math.inf]))
+    with pytest.raises(InvalidJob, match=r"running_max is not finite .* another name, or buffers='from_source'"):
+        Layout(model)
+    assert {entry.name: entry.kind for entry in Layout(model, buffers="from_source").entries}[
+        "running_max"
+    ] == "broadcast"
 
 
 def test_to_train_what_was_frozen_is_refused_and_to_freeze_what_is_trained_is_not() -> None:

@@ -1,6 +1,7 @@
 """Learning rates by position: functions of progress, and torch's schedulers evaluated without being stepped."""
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -142,6 +143,21 @@ class WarmUp(lr_scheduler.CosineAnnealingLR):
 def test_a_scheduler_that_cannot_be_placed_is_refused(build: object, message: str) -> None:
     with pytest.raises(InvalidJob, match=message):
         LearningRates([new_optimizer()], scheduler=build)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_torchs", [False, True])
+def test_a_schedule_that_counts_its_calls_is_refused(*, is_torchs: bool) -> None:
+    calls = count()
+
+    def decayed(_: object) -> float:
+        return 0.9 ** next(calls)
+
+    given: dict[str, Any] = {"schedule": decayed}
+    if is_torchs:
+        given = {"scheduler": lambda optimizer: lr_scheduler.LambdaLR(optimizer, decayed)}
+    by_calls = LearningRates([new_optimizer()], **given)
+    with pytest.raises(InvalidJob, match=r"counts its own calls: .* from its argument alone"):
+        by_calls.set(at(0))
 
 
 def test_a_learning_rate_in_a_tensor_is_changed_in_place() -> None:

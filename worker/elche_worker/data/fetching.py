@@ -1,7 +1,9 @@
 """Fetches the samples of a batch, in this process or a worker process, and reports errors of user code."""
 
+import traceback
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
+from multiprocessing.queues import Queue
 from typing import Any
 
 from torch.utils.data import TensorDataset, default_collate, get_worker_info
@@ -166,3 +168,31 @@ class Fetch:
             )
         raised = describe_raised(error, self._file_name)
         return FetchError(str(raised), raised.traceback, error)
+
+
+def begin_worker(of_user: Callable[[int], None] | None, worker: int) -> None:
+    """Begins a worker process of a user's loader, whose `worker_init_fn` is `of_user`."""
+    name_unpickled()
+    if of_user is not None:
+        of_user(worker)
+
+
+def name_unpickled() -> None:
+    """Has this worker process send an error for a batch that cannot be pickled. Python's thread that sends batches only
+    prints it, and the rank would wait forever.
+    """
+    Queue._on_queue_feeder_error = _send_error_instead  # type: ignore[attr-defined]
+
+
+def _send_error_instead(queue: Any, error: Exception, item: Any) -> None:
+    """Sends an error in place of a batch that cannot be pickled, in a worker process; called by `queue`'s thread."""
+    match item:
+        case (int() as position, data):
+            said = f"{type(data).__name__}: {type(error).__name__}: {error}"
+            why = (
+                f"a batch cannot be pickled, as worker processes send it ({said}): let collate_fn return what can be, "
+                "such as tensors and objects of classes at the top level of a module, or set num_workers to 0"
+            )
+            queue.put((position, FetchError(why, "")))
+        case _:
+            traceback.print_exception(error)

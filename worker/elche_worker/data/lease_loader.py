@@ -7,12 +7,10 @@ import socket
 import tempfile
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from multiprocessing.queues import Queue
 from multiprocessing.util import get_temp_dir
 from typing import Any
 
@@ -22,7 +20,7 @@ from torch.utils.data import DataLoader
 from elche.errors import ElcheError, InvalidJob
 from elche.timeline import COPY, FETCH
 from elche_worker.data.dataset import Order
-from elche_worker.data.fetching import Collate, Fetch, FetchError, Indices
+from elche_worker.data.fetching import Collate, Fetch, FetchError, Indices, name_unpickled
 from elche_worker.data.prefetch import DeviceTransfer
 from elche_worker.device.transfer import InParts, num_bytes
 from elche_worker.process.parent import end_with_parent
@@ -441,21 +439,6 @@ def _new_loader(
 def _begin_worker(parent_pid: int) -> Callable[[int], None]:
     def begin(_: int) -> None:
         end_with_parent(parent_pid)
-        # The thread that sends batches only prints an error of pickling, and the rank would wait forever.
-        Queue._on_queue_feeder_error = _send_error_instead  # type: ignore[attr-defined]
+        name_unpickled()
 
     return begin
-
-
-def _send_error_instead(queue: Any, error: Exception, item: Any) -> None:
-    """Sends an error in place of a batch that cannot be pickled, in a worker process; called by `queue`'s thread."""
-    match item:
-        case (int() as position, data):
-            said = f"{type(data).__name__}: {type(error).__name__}: {error}"
-            why = (
-                f"a batch cannot be pickled, as worker processes send it ({said}): let collate_fn return what can be, "
-                "such as tensors and objects of classes at the top level of a module, or set num_workers to 0"
-            )
-            queue.put((position, FetchError(why, "")))
-        case _:
-            traceback.print_exception(error)

@@ -435,6 +435,11 @@ def _entries(model: nn.Module, buffers: str) -> list[LayoutEntry]:
         is_parameter = isinstance(tensor, nn.Parameter)
         is_statistic = buffers == "average" and key.startswith(STATISTIC)
         is_averaged = tensor.requires_grad if is_parameter else is_statistic
+        if is_statistic and not is_parameter and not tensor.isfinite().all():
+            raise InvalidJob(
+                f"the model's {name} is not finite (NaN or infinite), and rounds average buffers named {STATISTIC}...: "
+                "give a buffer that is no mean another name, or buffers='from_source', with which one rank's is copied"
+            )
         entries.append(_entry(name, owners[path], key, tensor, is_averaged, is_parameter))
     return entries
 

@@ -4,6 +4,7 @@ import inspect
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from operator import index
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from elche.errors import ElcheError, Misuse
 from elche_worker.collectives.world import World
-from elche_worker.data.fetching import Fetch, FetchError, Indices
+from elche_worker.data.fetching import Fetch, FetchError, Indices, begin_worker
 from elche_worker.data.prefetch import new_transfer
 from elche_worker.device.streams import new_streams
 from elche_worker.trainer.capture import joined
@@ -267,7 +268,7 @@ class Data:
             prefetch_factor=loader.prefetch_factor,
             pin_memory=loader.pin_memory and dataset is loader.dataset,  # what is on the device cannot be pinned
             timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
+            worker_init_fn=partial(begin_worker, loader.worker_init_fn),
             multiprocessing_context=loader.multiprocessing_context,
             generator=self._generator,
             persistent_workers=loader.persistent_workers,

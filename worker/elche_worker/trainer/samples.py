@@ -7,6 +7,7 @@ without a seed, a list of files in another order, a vocabulary made of a set) wo
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pickle import PicklingError
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 from elche.errors import Misuse
 from elche.samples import are_alike
 from elche_worker.collectives.world import World
-from elche_worker.data.fetching import Fetch, FetchError, Indices
+from elche_worker.data.fetching import Fetch, FetchError, Indices, begin_worker
 from elche_worker.data.sample_figures import figures_or_none
 from elche_worker.device.rng import seeded
 
@@ -42,7 +43,7 @@ def looked_at(loader: "DataLoader[Any]", batches: Sequence[Sequence[int]]) -> li
         collate_fn=fetch.collate,
         num_workers=1,
         timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
+        worker_init_fn=partial(begin_worker, loader.worker_init_fn),
         multiprocessing_context=loader.multiprocessing_context,
         generator=torch.Generator().manual_seed(0),
     )

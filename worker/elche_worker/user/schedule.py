@@ -74,6 +74,8 @@ class LearningRates:
         self._were_set = False
         """True if callbacks have set the base rates."""
         self._schedule = schedule
+        self._is_tried = False
+        """True if the schedule or scheduler has been asked twice for the same rates."""
         self._schedulers: list[LRScheduler] = []
         if schedule is not None:
             self._check_rates("the schedule")
@@ -115,8 +117,15 @@ class LearningRates:
             self.reset()
 
     def set(self, progress: Progress) -> None:
-        """Sets the rates for the next batch."""
-        self._put([rate * self.scale * self.factor for rate in self._rates(progress)])
+        """Sets the rates for the next batch. Raises `InvalidJob` for a schedule or scheduler that counts its calls."""
+        rates = self._rates(progress)
+        if not (self._is_tried or self.is_constant) and rates != self._rates(progress):
+            raise InvalidJob(
+                "the schedule gives another rate when it is asked for the same batch again, as one that counts its own "
+                "calls: each rank asks for its own batches, not for all. Compute the rate from its argument alone"
+            )
+        self._is_tried = True
+        self._put([rate * self.scale * self.factor for rate in rates])
 
     def reset(self) -> None:
         """Sets rates that do not depend on the progress; the others are set with the next batch."""
@@ -143,7 +152,7 @@ class LearningRates:
         """Replaces the schedule or scheduler."""
         if schedule is not None:
             self._check_rates("set_schedule")
-        self._schedule, self._schedulers = schedule, []
+        self._schedule, self._schedulers, self._is_tried = schedule, [], False
         self.reset()
 
     def set_scheduler(self, scheduler: Callable[[Any], LRScheduler] | None) -> None:
@@ -154,7 +163,7 @@ class LearningRates:
         for group in self._groups:
             group.pop("initial_lr", None)
         built = [_built(scheduler, optimizer) for optimizer in self._optimizers] if scheduler else []
-        self._schedule, self._schedulers = None, built
+        self._schedule, self._schedulers, self._is_tried = None, built, False
         self.reset()
 
     def epochs_notice(self, extent: Extent) -> str:
