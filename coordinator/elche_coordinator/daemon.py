@@ -32,10 +32,11 @@ from elche_coordinator.config import CannotStart, Config
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import QuotasSet
 from elche_coordinator.driver import Driver
+from elche_coordinator.heap import Heap
 from elche_coordinator.lifecycle.leadership import Leadership
 from elche_coordinator.lifecycle.standby import DATABASE, end_if_moved, lead, loading, open_store, start_over, using
 from elche_coordinator.lifecycle.stopping import Stop, save_jobs
-from elche_coordinator.limits.budgets import MAX_CALLS, MAX_STREAMS_OF_CONNECTION
+from elche_coordinator.limits.budgets import MAX_CALLS, MAX_HEADER_BYTES, MAX_STREAMS_OF_CONNECTION
 from elche_coordinator.limits.open_files import max_connections, raise_limit
 from elche_coordinator.limits.releasing import ReleasingInterceptor
 from elche_coordinator.services.access_service import AccessServicer
@@ -122,6 +123,7 @@ async def _serve(
         driver.handle(unfinished)
     async with (
         _running(driver.health.measure()),
+        _running(Heap().keep_small()),
         _running(timelines.write()),
         _running(_forget_old(catalogue, config.keep_jobs)),
         _running(artifacts.run()),
@@ -217,6 +219,7 @@ def server_options(num_files: int) -> list[tuple[str, int]]:
         ("grpc.max_allowed_incoming_connections", max_connections(num_files)),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_HEADER_BYTES),
         ("grpc.max_concurrent_streams", MAX_STREAMS_OF_CONNECTION),
         ("grpc.server.max_pending_requests", MAX_CALLS),  # with more that wait to be looked at, it resets new ones
         ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),

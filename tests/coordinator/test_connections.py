@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from elche.logs import is_of_interest
 from elche.network import SERVER_CONNECTIONS
 from elche_coordinator.daemon import server_options
-from elche_coordinator.limits.budgets import MAX_STREAMS_OF_CONNECTION
+from elche_coordinator.limits.budgets import MAX_HEADER_BYTES, MAX_STREAMS_OF_CONNECTION
 from elche_coordinator.limits.open_files import OTHER_FILES, max_connections
 from elche_coordinator.services.health_service import health_handler
 
@@ -160,6 +160,11 @@ def test_who_opens_calls_and_resets_them_has_no_more_than_so_many_on_a_connectio
     """
     most_streams = struct.pack(">HI", 3, MAX_STREAMS_OF_CONNECTION)
     assert most_streams in asyncio.run(settings_of_a_server())
+
+
+def test_who_calls_is_told_how_many_bytes_of_headers_are_taken() -> None:
+    """Otherwise 16 KiB of each call, before anybody knows whose it is: strangers' filled a gigabyte."""
+    assert struct.pack(">HI", 6, MAX_HEADER_BYTES) in asyncio.run(settings_of_a_server())
 
 
 async def send_to_who_stops_reading() -> int:

@@ -17,6 +17,10 @@ MAX_STREAMS_OF_CONNECTION = 1024
 """gRPC calls that are open on one connection, including those that the peer has reset and the server has not ended yet.
 It is more than one caller, worker or rank may have open, so that only floods of calls that are reset at once reach it.
 """
+MAX_HEADER_BYTES = 4 << 10
+"""Bytes of a gRPC call's headers, of which each name and value counts 32 more. Without a bound of ours gRPC takes up to
+16 KiB, before anybody knows whose they are, of each call on each connection.
+"""
 MAX_AGENT_CALLS = 16_384
 """gRPC calls of agents that are open at once: one of each host, and one of each file that it delivers."""
 MAX_AGENT_CALLS_OF_CALLER = 8_192

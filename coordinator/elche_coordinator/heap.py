@@ -1,0 +1,46 @@
+"""Memory that is free again, and that the C library keeps: glibc returns only what lies at a heap's end."""
+
+import asyncio
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+LOOK_S = 2.0
+"""Seconds between two looks at the process's memory."""
+GROWN_BYTES = 64 << 20
+"""Bytes by which it has grown since it was last given back, before it is again: that takes 10 to 100 ms of a thread."""
+STATM = Path("/proc/self/statm")
+
+
+def resident_bytes() -> int:
+    """This process's resident memory; 0 where the kernel does not tell."""
+    try:
+        return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _trim() -> None:
+    """Has glibc return all free pages. Other C libraries lack the function, and keep little."""
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)(0)
+
+
+class Heap:
+    """Gives memory back after it has grown. Without it, gRPC's threads kept 1.1 GB of a stranger's refused calls."""
+
+    def __init__(self, resident: Callable[[], int] = resident_bytes) -> None:
+        self._resident = resident
+        self._kept_bytes = resident()
+
+    def look(self) -> None:
+        """Returns free memory to the system if the process has grown by `GROWN_BYTES` since."""
+        if self._resident() >= self._kept_bytes + GROWN_BYTES:
+            _trim()
+            self._kept_bytes = self._resident()
+
+    async def keep_small(self) -> None:
+        """Looks until it is cancelled; not on the event loop's thread, which others wait for."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await asyncio.to_thread(self.look)

@@ -1,0 +1,33 @@
+"""Memory that is free again goes back to the system, once there is much of it."""
+
+import pytest
+
+from elche_coordinator import heap
+from elche_coordinator.heap import GROWN_BYTES, Heap, resident_bytes
+
+SMALL = 700
+"""Bytes of objects that Python asks the C library for, and that lie together in its heap."""
+
+
+def test_memory_that_is_free_again_is_given_back() -> None:
+    one = Heap()
+    held = [bytes(SMALL) for _ in range(4 * GROWN_BYTES // SMALL)]
+    at_end = held[-1]  # at the heap's end, so that the C library returns nothing by itself
+    del held
+    before = resident_bytes()
+    one.look()
+    assert before - resident_bytes() > 2 * GROWN_BYTES
+    assert len(at_end) == SMALL
+
+
+def test_it_is_given_back_again_only_after_it_has_grown_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, trimmed = [100, 100 + GROWN_BYTES], []
+    monkeypatch.setattr(heap, "_trim", lambda: trimmed.append(sizes[-1]))
+    one = Heap(lambda: sizes[-1])
+    one.look()
+    one.look()
+    assert not trimmed
+    sizes.append(100 + 2 * GROWN_BYTES)
+    one.look()
+    one.look()
+    assert trimmed == [100 + 2 * GROWN_BYTES]
