@@ -433,18 +433,25 @@ def require_installed() -> None:
 
 
 def make_folder(out: Path | None, stem: str) -> Path:
-    """A folder for this run alone. Raises `InvalidJob` when it cannot be created or holds an earlier run."""
+    """A folder for this run alone. Raises `InvalidJob` when it cannot be created or holds another."""
     try:
         if out is None:
             return _new_folder(Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-        if (out / "coordinator").exists():
-            raise InvalidJob(f"{out} holds an earlier run; remove it or name another folder with --out")
         if not out.exists():
             out.mkdir(parents=True, exist_ok=True)
             keep_out(out)
+        _claim(out)
         return out
     except OSError as error:
         raise InvalidJob(f"the folder {error.filename} cannot be created: {error.strerror}") from error
+
+
+def _claim(folder: Path) -> None:
+    """Makes the folder of a run's coordinator. Of two runs that begin at once only one makes it."""
+    try:
+        (folder / "coordinator").mkdir()
+    except FileExistsError:
+        raise InvalidJob(f"{folder} holds another run; remove it or name another folder with --out") from None
 
 
 def _new_folder(wanted: Path) -> Path:

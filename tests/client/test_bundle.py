@@ -61,6 +61,12 @@ def test_what_elche_itself_makes_is_left_out(tmp_path: Path, monkeypatch: pytest
     keep_out(tmp_path / "data")
 
 
+def test_of_two_runs_that_begin_at_once_one_gets_the_folder(tmp_path: Path) -> None:
+    make_folder(tmp_path / "out", "train")
+    with pytest.raises(InvalidJob, match="out holds another run"):
+        make_folder(tmp_path / "out", "train")
+
+
 def test_a_file_that_vanishes_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, **{"a.py": "", "draft": "", "z.py": ""})
     listed = bundle._listed

@@ -338,7 +338,7 @@ def test_a_folder_with_an_earlier_run_is_left_alone(place: Path) -> None:
     before = (place / "out" / "record.json").read_text()
     again = run(place, "--out", "out")
     assert again.returncode == 2
-    assert again.stderr.splitlines()[-1].startswith("elche: out holds an earlier run")
+    assert again.stderr.splitlines()[-1].startswith("elche: out holds another run")
     assert (place / "out" / "record.json").read_text() == before
 
 

@@ -88,6 +88,12 @@ def test_jobs_that_cannot_be(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_length_that_is_no_whole_number_is_the_users_error(elche: Callable[..., Command], job_file: JobFile) -> None:
+    done = elche("run", str(job_file("linear.py", "Points.__len__ = lambda _: 1.5")))
+    assert done.code == 2
+    assert "TypeError: 'float' object cannot be interpreted as an integer" in done.err.splitlines()[-1]
+
+
 def test_submit_slows_a_rank_that_will_not_be(cluster: Cluster, job_file: JobFile) -> None:
     with pytest.raises(ElcheError, match="rank 7"):
         cluster.client.submit(job_file(), slow_factors={7: 3.0}, epochs=1).result()

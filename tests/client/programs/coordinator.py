@@ -29,7 +29,7 @@ order = json.loads(line)
 os.dup2(os.open(order["log"], os.O_WRONLY | os.O_CREAT), 2)
 how = os.environ.get("JOB", "succeeds")
 data = Path(order["arguments"][order["arguments"].index("--data") + 1])
-data.mkdir(parents=True)
+data.mkdir(parents=True, exist_ok=True)
 (data.parent / "coordinator.pid").write_text(str(os.getpid()))
 if how == "refused":
     print("elche-coordinator: the port is in use", file=sys.stderr)

@@ -22,9 +22,13 @@ def build_dataset(job: JobDefinition, file_name: str) -> tuple[Any, int]:
     except BaseException as error:
         raise refused(error, file_name) from None
     dataset = as_dataset(built, file_name)
-    if len(dataset) == 0:
+    try:
+        num_samples = len(dataset)
+    except BaseException as error:  # the user's, or Python's of a length that is no whole number
+        raise refused(error, file_name) from None
+    if num_samples == 0:
         raise InvalidJob(f"{file_name}: dataset() returned an empty data set: there is nothing to train")
-    return dataset, len(dataset)
+    return dataset, num_samples
 
 
 def build_order(job: JobDefinition, dataset: Any, file_name: str) -> Order:
