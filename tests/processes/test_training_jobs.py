@@ -68,7 +68,8 @@ def test_a_resumed_job_has_the_learning_rates_of_its_file(
     for rank in (0, 1):
         fractions = [samples / (96 * 4) for (samples,) in done.noted("position", rank)]
         first += fractions[:1]  # on a busy machine one rank may have had no batch of so few
-        assert [rate for _, rate in done.noted("batch", rank)] == pytest.approx([0.3 * (1 - one) for one in fractions])
+        expected = [0.3 * (1 - one) for one in fractions[1:]]  # the schedule is asked twice for the first batch
+        assert [rate for _, rate in done.noted("batch", rank)] == pytest.approx(expected)
     assert 0.25 <= min(first) < 0.5
 
 

@@ -33,8 +33,8 @@ def test_a_learning_rate_follows_the_samples_of_all_ranks(world: Make) -> None:
     ranks.round(1)
     ranks.ranks[0].train(3)
     ranks.ranks[1].train(2)
-    assert [one.samples for one in ranks.ranks[0].asked] == [0, 4, 8]
-    assert [one.samples for one in ranks.ranks[1].asked] == [0, 4]
+    assert [one.samples for one in ranks.ranks[0].asked] == [0, 0, 4, 8]  # twice for the first batch
+    assert [one.samples for one in ranks.ranks[1].asked] == [0, 0, 4]
     ranks.round(2)
     for rank in ranks.ranks:
         rank.train(2)
@@ -49,7 +49,7 @@ def test_after_an_overlapped_round_batches_since_the_snapshot_count_too(world: M
     ranks.ranks[0].train(3)
     ranks.ranks[1].train(2)
     ranks.round(2, 2, 0)
-    assert [one.samples for one in ranks.ranks[0].asked] == [0, 4, 8, 12, 16]
+    assert [one.samples for one in ranks.ranks[0].asked] == [0, 0, 4, 8, 12, 16]
     assert [rank.replica.progress.samples for rank in ranks.ranks] == [20 + 8, 20]
     for rank in ranks.ranks:
         rank.train(1)
@@ -413,7 +413,7 @@ def test_a_training_that_goes_on_from_a_checkpoint_is_the_one_that_went_on(world
         those.ranks[0].train(2)
         those.round(4)
     assert torch.allclose(weight(again.ranks[0]), weight(first.ranks[0]))
-    assert [one.samples for one in again.ranks[0].asked] == [16, 20]
+    assert [one.samples for one in again.ranks[0].asked] == [16, 16, 20]
     assert again.ranks[0].replica.version == 5
 
 
