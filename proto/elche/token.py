@@ -14,6 +14,8 @@ FILE_VARIABLE = "ELCHE_TOKEN_FILE"
 HOW = f"set {VARIABLE}, or {FILE_VARIABLE} to a file that holds it"
 BEARER = "Bearer "
 MAX_BYTES = 4096
+MAX_CHARACTERS = 2048
+"""Longest token: a coordinator takes 4 KiB of a call's headers, with which others come."""
 MIN_CHARACTERS = 16
 """Shortest token that a coordinator accepts; shorter ones can be guessed."""
 
@@ -56,7 +58,9 @@ def read_token(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def checked(token: str, where: str) -> str:
-    """Returns the token. Raises `NotAllowed` if it has characters that a header cannot contain."""
+    """Returns the token. Raises `NotAllowed` if a header cannot contain it."""
+    if len(token) > MAX_CHARACTERS:
+        raise NotAllowed(f"{where}: the token has {len(token)} characters; at most {MAX_CHARACTERS} are taken")
     if not (token.isascii() and token.isprintable()):
         raise NotAllowed(f"{where}: the token contains characters that are not printable ASCII")
     return token

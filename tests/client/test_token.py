@@ -6,7 +6,7 @@ import pytest
 
 from elche.errors import NotAllowed
 from elche.network import split_host
-from elche.token import bearer, is_bearer, read_token
+from elche.token import MAX_CHARACTERS, bearer, is_bearer, read_token
 
 
 def test_no_token_without_both_variables() -> None:
@@ -39,6 +39,12 @@ def test_a_file_without_a_token_is_named(tmp_path: Path, content: bytes) -> None
     with pytest.raises(NotAllowed, match="ELCHE_TOKEN_FILE") as caught:
         read_token({"ELCHE_TOKEN_FILE": str(path)})
     assert str(path) in str(caught.value)
+
+
+def test_a_token_that_no_call_could_present_is_refused() -> None:
+    assert read_token({"ELCHE_TOKEN": "a" * MAX_CHARACTERS})
+    with pytest.raises(NotAllowed, match="ELCHE_TOKEN: the token has 2049 characters; at most 2048 are taken"):
+        read_token({"ELCHE_TOKEN": "a" * (MAX_CHARACTERS + 1)})
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

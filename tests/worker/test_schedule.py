@@ -1,5 +1,6 @@
 """Learning rates by position: functions of progress, and torch's schedulers evaluated without being stepped."""
 
+import math
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -158,6 +159,13 @@ def test_a_schedule_that_counts_its_calls_is_refused(*, is_torchs: bool) -> None
     by_calls = LearningRates([new_optimizer()], **given)
     with pytest.raises(InvalidJob, match=r"counts its own calls: .* from its argument alone"):
         by_calls.set(at(0))
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_a_schedule_without_finite_rates_is_refused_as_such(factor: float) -> None:
+    rates = LearningRates([new_optimizer()], schedule=lambda progress: factor)
+    with pytest.raises(InvalidJob, match="for the first batch: they must be finite"):
+        rates.set(at(0))
 
 
 def test_a_learning_rate_in_a_tensor_is_changed_in_place() -> None:

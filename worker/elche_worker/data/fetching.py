@@ -172,12 +172,12 @@ class Fetch:
 
 def begin_worker(of_user: Callable[[int], None] | None, worker: int) -> None:
     """Begins a worker process of a user's loader, whose `worker_init_fn` is `of_user`."""
-    name_unpickled()
+    report_unpicklable()
     if of_user is not None:
         of_user(worker)
 
 
-def name_unpickled() -> None:
+def report_unpicklable() -> None:
     """Has this worker process send an error for a batch that cannot be pickled. Python's thread that sends batches only
     prints it, and the rank would wait forever.
     """

@@ -75,7 +75,7 @@ class LearningRates:
         """True if callbacks have set the base rates."""
         self._schedule = schedule
         self._is_tried = False
-        """True if the schedule or scheduler has been asked twice for the same rates."""
+        """True if the first rates of the present schedule or scheduler were checked."""
         self._schedulers: list[LRScheduler] = []
         if schedule is not None:
             self._check_rates("the schedule")
@@ -117,15 +117,24 @@ class LearningRates:
             self.reset()
 
     def set(self, progress: Progress) -> None:
-        """Sets the rates for the next batch. Raises `InvalidJob` for a schedule or scheduler that counts its calls."""
+        """Sets the rates for the next batch. The first time, raises `InvalidJob` as `_try` does."""
         rates = self._rates(progress)
-        if not (self._is_tried or self.is_constant) and rates != self._rates(progress):
+        if not (self._is_tried or self.is_constant):
+            self._try(rates, progress)
+        self._put([rate * self.scale * self.factor for rate in rates])
+
+    def _try(self, rates: list[float], progress: Progress) -> None:
+        """Raises `InvalidJob` if the first rates are not finite, or differ when they are asked for again, as those of a
+        schedule that counts its calls.
+        """
+        if not all(map(math.isfinite, rates)):
+            raise InvalidJob(f"the schedule gives the learning rates {rates} for the first batch: they must be finite")
+        if rates != self._rates(progress):
             raise InvalidJob(
                 "the schedule gives another rate when it is asked for the same batch again, as one that counts its own "
                 "calls: each rank asks for its own batches, not for all. Compute the rate from its argument alone"
             )
         self._is_tried = True
-        self._put([rate * self.scale * self.factor for rate in rates])
 
     def reset(self) -> None:
         """Sets rates that do not depend on the progress; the others are set with the next batch."""
