@@ -5,17 +5,16 @@ Each rank has a device of its own if there are simulated GPUs.
 """
 
 import os
-import socket
 import subprocess
 import sys
+
+from elche.torchrun import free_port
 
 VARIABLE = "TEST_GPUS"
 
 
 def main(num_ranks: int, script: str) -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen([sys.executable, script], env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": local})
         for rank, local in enumerate(map(str, range(num_ranks)) if VARIABLE in os.environ else ["0"] * num_ranks)

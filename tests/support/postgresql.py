@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
+from elche.torchrun import free_port
 from elche_coordinator.storage.sql.database import Database
 from support.real_processes import eventually
 
@@ -100,11 +100,6 @@ class Server:
     def promote(self) -> None:
         """It takes the place of the one that it is a copy of."""
         self.ask("SELECT pg_promote()")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -12,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from elche.torchrun import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARDS = ROOT / "docker" / "grafana" / "dashboards"
@@ -102,12 +103,6 @@ class Prometheus:
             return [row for row in rows if row["value"][1] != "NaN"]
         rows = self.get("query_range", query=query.expr, start=now_s - window_s, end=now_s, step=1)["result"]
         return [row for row in rows if any(value != "NaN" for _, value in row["values"])]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def configuration(folder: Path, target: str, scrape_s: int) -> Path:

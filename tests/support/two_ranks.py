@@ -5,16 +5,15 @@ not 0.
 """
 
 import os
-import socket
 import subprocess
 import sys
 import time
 
+from elche.torchrun import free_port
+
 
 def main(*script: str) -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
             [sys.executable, *script], env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -4,7 +4,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from elche.torchrun import free_port
 from support.fleets import is_exact_so_far, lab
 from support.networks import lan, may_make_networks
 from support.real_processes import Mark, eventually
@@ -28,11 +28,9 @@ def slurm(tmp_path: Path, mark: Mark) -> Iterator[dict[str, str]]:
     if shutil.which("slurmctld") is None:
         pytest.skip("Slurm is not installed")
     folder = Path(tmp_path, "slurm")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     up = Path(__file__).parents[1] / "support" / "slurm.sh"
     env = {"SLURM_CONF": str(folder / "slurm.conf")}
-    subprocess.run(["bash", str(up), "up", str(folder), "4", str(port)], check=True, env=mark.environment())
+    subprocess.run(["bash", str(up), "up", str(folder), "4", str(free_port())], check=True, env=mark.environment())
     try:
         yield env
     finally:

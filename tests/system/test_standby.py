@@ -19,6 +19,7 @@ import pytest
 import sqlalchemy as sa
 
 from elche.errors import Unreachable
+from elche.torchrun import free_port
 from elche_client import Client
 from elche_client.client import JobHandle
 from elche_coordinator.lifecycle.leadership import Leadership
@@ -69,8 +70,7 @@ class Lab:
     def start(self, name: str, store: str = "") -> None:
         for ports in (self.ports, self.pages):
             if name not in ports:
-                with socket.create_server(("127.0.0.1", 0)) as free:
-                    ports[name] = free.getsockname()[1]
+                ports[name] = free_port()
         listen = ["--listen", f"127.0.0.1:{self.ports[name]}", "--http", f"127.0.0.1:{self.pages[name]}"]
         listen += ["--data", str(self.folder / name)]
         with self.log(name).open("a") as log:
@@ -178,9 +178,7 @@ def test_a_failover_is_no_outage_to_a_scraper(lab: Lab, tmp_path: Path) -> None:
 
 
 def test_who_cannot_reach_the_database_is_not_ready(lab: Lab, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        nobody = free.getsockname()[1]
-    lab.start("c", re.sub(r"@[^/]*/", f"@127.0.0.1:{nobody}/", lab.store))
+    lab.start("c", re.sub(r"@[^/]*/", f"@127.0.0.1:{free_port()}/", lab.store))
     lab.until_said("c", "does not answer")
     assert lab.ask("c", "/readyz") == (503, "the database does not answer\n")
     assert lab.ask("c", "/healthz") == (200, "ok\n")
