@@ -333,7 +333,7 @@ def test_leaving_a_watch_ends_its_call() -> None:
         events = client.watch("j-1")
         next(events)
         events.close()
-        assert jobs.watcher_left.wait(timeout=100)
+        assert jobs.watcher_left.wait(timeout=400)
 
 
 def test_files_that_cannot_be_jobs_are_refused_before_any_call(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def addresses(ports: tuple[int, int]) -> str:
 
 
 def named(channel: grpc.Channel) -> str:
-    return str(channel.unary_unary(NAME)(b"", timeout=100).decode())
+    return str(channel.unary_unary(NAME)(b"", timeout=400).decode())
 
 
 def test_the_one_that_serves_is_found(ports: tuple[int, int]) -> None:

@@ -388,7 +388,7 @@ def test_ctrl_c_stops_watching_but_not_the_job() -> None:
         ) as process:
             assert process.stdout.readline() == "digits: training\n"
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=100)
+            _, errors = process.communicate(timeout=400)
     assert process.returncode == 130
     assert errors == "elche: the job goes on; `elche cancel j-1` cancels it\n"
 

@@ -23,7 +23,7 @@ from elche_client.options import JobOptions
 
 ELCHE = [sys.executable, "-m", "elche_client"]
 TESTS = Path(__file__).parents[1]
-LIMIT_S = 100
+LIMIT_S = 400.0
 
 
 def program(name: str) -> str:

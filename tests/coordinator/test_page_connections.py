@@ -161,7 +161,7 @@ def test_handshakes_that_are_not_ended_are_so_many(tmp_path: Path, monkeypatch: 
         web.start(page, (folder / "tls.crt", folder / "tls.key"))
         silent = [await connected(web.port) for _ in range(3 * MOST)]
         ended = [asyncio.ensure_future(reader.read()) for reader, _ in silent]
-        await asyncio.wait(ended[: 2 * MOST], timeout=100)
+        await asyncio.wait(ended[: 2 * MOST], timeout=400)
         assert [one.done() for one in ended] == [True] * 2 * MOST + [False] * MOST  # the oldest
         buffers = [len(vars(one)["_ssl_buffer"]) for one in gc.get_objects() if isinstance(one, SSLProtocol)]
         assert len(buffers) >= MOST

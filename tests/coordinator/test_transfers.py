@@ -66,7 +66,7 @@ def test_a_reader_that_is_cancelled_as_a_chunk_comes_ends() -> None:
         transfers._open[name].queue.put_nowait(b"chunk")
         await asyncio.sleep(0)
         reading.cancel()
-        await asyncio.wait({reading}, timeout=100)
+        await asyncio.wait({reading}, timeout=400)
         return reading.cancelled()
 
     assert asyncio.run(story())

@@ -194,6 +194,6 @@ def train_in_a_part(strategy: Strategy) -> tuple[int, int, list[float]] | str:
 
 @pytest.mark.parametrize("strategy", [Strategy.FULL_SHARD, Strategy.NO_SHARD], ids=str)
 def test_a_part_of_the_world_shards_by_itself(worlds: Worlds, strategy: Strategy) -> None:
-    outside, *inside = worlds.run(3, train_in_a_part, strategy, limit_s=100)
+    outside, *inside = worlds.run(3, train_in_a_part, strategy, limit_s=400)
     assert inside == [(2, 0, [1.5] * 3), (2, 1, [1.5] * 3)]
     assert "not a member" in outside

@@ -49,8 +49,8 @@ def test_a_prefetch_serves_one_forward(worlds: Worlds) -> None:
 
 
 def test_a_forward_gathers_nothing_that_was_gathered_for_it(worlds: Worlds) -> None:
-    worlds.run(2, run_after_each_other, "prefetch_forward_params", limit_s=100)
-    worlds.run(2, run_after_each_other, "broadcast_updated_params", limit_s=100)
+    worlds.run(2, run_after_each_other, "prefetch_forward_params", limit_s=400)
+    worlds.run(2, run_after_each_other, "broadcast_updated_params", limit_s=400)
 
 
 def step_after(gathering: str, fused: bool) -> None:

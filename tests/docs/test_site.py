@@ -158,6 +158,6 @@ def test_a_figure_of_the_readme_is_on_the_page_that_it_names() -> None:
 
 
 def _succeeds(command: list[str], folder: Path) -> str:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

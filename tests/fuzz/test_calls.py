@@ -87,7 +87,7 @@ class Target:
         if self.job_id != self.loop_id:
             self.client.cancel(self.loop_id)
         attach = rank_pb2.AttachRequest(name="loop", ranks=[rank_pb2.LoopRank(host="h", device="cpu")], policy="shares")
-        attached = rank_pb2_grpc.RankServiceStub(self.channel).Attach(attach, timeout=100)
+        attached = rank_pb2_grpc.RankServiceStub(self.channel).Attach(attach, timeout=400)
         self.loop_id = attached.job_id
         return str(attached.secrets[0])
 
@@ -230,7 +230,7 @@ def test_a_page_that_is_asked_anything_answers_or_refuses(target: Target) -> Non
     @fuzzed(75)
     @given(asked=QUERIES | changed_bytes([path.replace(b"JOB", target.job_id.encode()) for path in PATHS]))
     def ask(asked: bytes) -> None:
-        with create_connection((host, int(port)), timeout=100) as connection:
+        with create_connection((host, int(port)), timeout=400) as connection:
             connection.sendall(asked + b"\r\n\r\n")  # so that it is mostly a whole request
             connection.settimeout(1.0)
             try:
@@ -241,5 +241,5 @@ def test_a_page_that_is_asked_anything_answers_or_refuses(target: Target) -> Non
         assert target.one.new_errors() == []
 
     ask()
-    with urlopen(f"{target.one.page_url}/healthz", timeout=100) as answer:
+    with urlopen(f"{target.one.page_url}/healthz", timeout=400) as answer:
         assert answer.read() == b"ok\n"

@@ -34,7 +34,7 @@ def test_a_fault_behind_five_conditions_is_found_by_coverage(tmp_path: Path) -> 
     (tmp_path / "test_planted.py").write_text(TEST)
     command = [sys.executable, "-c", RUN]
     env = {"PYTHONPATH": f"{TOOLS}:{tmp_path}"}
-    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400, check=False)
     said = ended.stdout + ended.stderr
     assert ended.returncode != 0, said
     assert "ZeroDivisionError: planted" in said, said

@@ -84,7 +84,7 @@ def said(client: Client) -> str:
 
 
 def metric(one: Coordinator, name: str) -> float:
-    with urlopen(f"{one.page_url}/metrics", timeout=100) as page:
+    with urlopen(f"{one.page_url}/metrics", timeout=400) as page:
         lines = page.read().decode().splitlines()
     return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
 
@@ -116,7 +116,7 @@ def test_what_a_job_has_left_outlives_its_host_and_its_folder(
         shutil.rmtree(tmp_path / "one")
         assert fetched(one, client, handle.id, tmp_path) == before
         page = f"{one.page_url}/api/jobs/{handle.id}"
-        with urlopen(page, timeout=100) as shown:
+        with urlopen(page, timeout=400) as shown:
             assert json.load(shown)["artifacts"] == f"{place}/{handle.id}"
         (manifest,) = manifests(store)
         files = json.loads(manifest.read_text())["files"]
@@ -131,7 +131,7 @@ def test_what_a_job_has_left_outlives_its_host_and_its_folder(
         with agent(mark, again, one.address, env=known):
             resumed = client.resume(handle.id, epochs=2)
             assert resumed.result().epochs == 2
-            with urlopen(f"{one.page_url}/api/jobs/{resumed.id}", timeout=100) as shown:
+            with urlopen(f"{one.page_url}/api/jobs/{resumed.id}", timeout=400) as shown:
                 assert json.load(shown)["resume"] == f"{place}/{manifest.parent.relative_to(store)}/checkpoints"
 
 

@@ -73,7 +73,7 @@ def result_of(client: Client, job_id: str) -> JobResult:
 
 def is_healthy(one: Coordinator) -> bool:
     """What `/healthz` says, if it says something."""
-    with urllib.request.urlopen(f"{one.page_url}/healthz", timeout=100) as answer:
+    with urllib.request.urlopen(f"{one.page_url}/healthz", timeout=400) as answer:
         return bool(answer.read() == b"ok\n")
 
 
@@ -81,9 +81,9 @@ def test_a_stranger_who_watches_the_health_is_told_to_check_it(alone: Coordinato
     """Each such call left a traceback in the log."""
     stub = health_pb2_grpc.HealthStub(channel)
     with pytest.raises(grpc.RpcError, match=r"Health\.Watch is not offered: call Check") as refused:
-        list(stub.Watch(health_pb2.HealthCheckRequest(), timeout=100))
+        list(stub.Watch(health_pb2.HealthCheckRequest(), timeout=400))
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert stub.Check(health_pb2.HealthCheckRequest(), timeout=100).status == health_pb2.HealthCheckResponse.SERVING
+    assert stub.Check(health_pb2.HealthCheckRequest(), timeout=400).status == health_pb2.HealthCheckResponse.SERVING
     assert alone.new_errors() == []
 
 
@@ -224,21 +224,21 @@ def attach(channel: grpc.Channel, num_ranks: int, host: str = "host") -> rank_pb
     """A loop of so many ranks becomes a job."""
     ranks = [rank_pb2.LoopRank(host=host, device="cpu")] * num_ranks
     stub = rank_pb2_grpc.RankServiceStub(channel)
-    return stub.Attach(rank_pb2.AttachRequest(name="wide", ranks=ranks, policy="shares"), timeout=100)
+    return stub.Attach(rank_pb2.AttachRequest(name="wide", ranks=ranks, policy="shares"), timeout=400)
 
 
 def test_jobs_beyond_one_message_come_page_by_page(client: Client, channel: grpc.Channel) -> None:
     """758 jobs of 64 ranks were once more than a message holds, and nobody could list any."""
     jobs = [attach(channel, 64, "h" * 255).job_id for _ in range(150)]
     stub = job_pb2_grpc.JobServiceStub(channel)
-    page = stub.ListJobs(job_pb2.ListJobsRequest(), timeout=100)
+    page = stub.ListJobs(job_pb2.ListJobsRequest(), timeout=400)
     assert page.next_page_token
     assert page.ByteSize() < 3 << 20
     assert [view.job_id for view in client.jobs() if view.job_id in jobs] == jobs
-    few = stub.ListJobs(job_pb2.ListJobsRequest(page_size=3, page_token=page.next_page_token), timeout=100)
+    few = stub.ListJobs(job_pb2.ListJobsRequest(page_size=3, page_token=page.next_page_token), timeout=400)
     assert len(few.jobs) == 3
     with pytest.raises(grpc.RpcError, match="the page token was not returned by an earlier page"):
-        stub.ListJobs(job_pb2.ListJobsRequest(page_token="-1"), timeout=100)
+        stub.ListJobs(job_pb2.ListJobsRequest(page_token="-1"), timeout=400)
     for job_id in jobs:
         client.cancel(job_id)
 
@@ -297,7 +297,7 @@ def test_connections_that_ask_for_nothing_keep_nobody_out(alone: Coordinator) ->
     host, port = alone.page_url.removeprefix("http://").split(":")
     with ExitStack() as stack:
         for number in range(400):
-            connection = stack.enter_context(create_connection((host, int(port)), timeout=100))
+            connection = stack.enter_context(create_connection((host, int(port)), timeout=400))
             if number % 2:
                 connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: ")
         assert is_healthy(alone)
@@ -322,21 +322,21 @@ def test_the_store_has_a_bound_in_bytes(client: Client, channel: grpc.Channel, j
         stub, secret = store_pb2_grpc.StoreServiceStub(channel), (("elche-secret", start.secret),)
         mebibyte = bytes(1 << 20)
         for number in range(63):
-            stub.Set(store_pb2.SetRequest(key=f"key {number}", value=mebibyte), metadata=secret, timeout=100)
+            stub.Set(store_pb2.SetRequest(key=f"key {number}", value=mebibyte), metadata=secret, timeout=400)
         with pytest.raises(grpc.RpcError, match="the rendezvous store cannot take") as full:
-            stub.Set(store_pb2.SetRequest(key="one too many", value=mebibyte), metadata=secret, timeout=100)
+            stub.Set(store_pb2.SetRequest(key="one too many", value=mebibyte), metadata=secret, timeout=400)
         assert full.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        stub.DeleteKey(store_pb2.DeleteKeyRequest(key="key 0"), metadata=secret, timeout=100)
-        stub.Set(store_pb2.SetRequest(key="again", value=bytes(1 << 19)), metadata=secret, timeout=100)
-        stub.Set(store_pb2.SetRequest(key="count", value=b"9223372036854775807"), metadata=secret, timeout=100)
+        stub.DeleteKey(store_pb2.DeleteKeyRequest(key="key 0"), metadata=secret, timeout=400)
+        stub.Set(store_pb2.SetRequest(key="again", value=bytes(1 << 19)), metadata=secret, timeout=400)
+        stub.Set(store_pb2.SetRequest(key="count", value=b"9223372036854775807"), metadata=secret, timeout=400)
         with pytest.raises(grpc.RpcError, match="not a 64-bit number"):
-            stub.Add(store_pb2.AddRequest(key="count", amount=1), metadata=secret, timeout=100)
+            stub.Add(store_pb2.AddRequest(key="count", amount=1), metadata=secret, timeout=400)
         waiting = stub.Get.future(
-            store_pb2.GetRequest(key="never", timeout={"seconds": 600}), metadata=secret, timeout=100
+            store_pb2.GetRequest(key="never", timeout={"seconds": 600}), metadata=secret, timeout=400
         )
         job.cancel()
         host.exited(start)
-        assert "the job has ended" in waiting.exception(timeout=100).details()
+        assert "the job has ended" in waiting.exception(timeout=400).details()
 
 
 WIDE = """
@@ -437,7 +437,7 @@ def test_a_submission_that_is_sent_again_makes_no_second_job(
     stub = job_pb2_grpc.JobServiceStub(channel)
     request = job_pb2.SubmitJobRequest(spec=job_pb2.JobSpec(name="twice", source="job = 1"), key="mine")
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda _: stub.SubmitJob(request, timeout=100).job_id, range(8)))
+        answers = list(pool.map(lambda _: stub.SubmitJob(request, timeout=400).job_id, range(8)))
     assert len(set(answers)) == 1
     assert len([view for view in client.jobs() if view.name == "twice"]) == 1
     client.cancel(answers[0])
@@ -448,7 +448,7 @@ def test_a_submission_keeps_its_key_over_a_restart(mark: Mark, tmp_path: Path) -
     answers = []
     for _ in range(2):
         with coordinator(mark, tmp_path) as one, grpc.insecure_channel(one.address) as channel:
-            answers.append(job_pb2_grpc.JobServiceStub(channel).SubmitJob(request, timeout=100).job_id)
+            answers.append(job_pb2_grpc.JobServiceStub(channel).SubmitJob(request, timeout=400).job_id)
     assert answers[0] == answers[1]
 
 
@@ -474,8 +474,8 @@ def test_bytes_that_are_no_message_are_refused_in_words(client: Client, channel:
     submit = channel.unary_unary("/elche.v1.JobService/SubmitJob")
     attend = channel.stream_stream("/elche.v1.AgentService/Attend")
     for call in (
-        lambda: submit(b"\xff\xff\xff", timeout=100),
-        lambda: next(attend(iter([b"\xff\xff\xff"]), timeout=100)),
+        lambda: submit(b"\xff\xff\xff", timeout=400),
+        lambda: next(attend(iter([b"\xff\xff\xff"]), timeout=400)),
     ):
         with pytest.raises(grpc.RpcError) as refused:
             call()
@@ -489,7 +489,7 @@ def test_bytes_that_are_no_message_are_refused_in_words(client: Client, channel:
 def test_settings_that_are_no_json_are_refused_in_words(channel: grpc.Channel, text: str) -> None:
     spec = job_pb2.JobSpec(name="x", source="job = 1", settings={"epochs": text})
     with pytest.raises(grpc.RpcError) as refused:
-        job_pb2_grpc.JobServiceStub(channel).SubmitJob(job_pb2.SubmitJobRequest(spec=spec), timeout=100)
+        job_pb2_grpc.JobServiceStub(channel).SubmitJob(job_pb2.SubmitJobRequest(spec=spec), timeout=400)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert len(refused.value.details()) < 300
 
@@ -497,7 +497,7 @@ def test_settings_that_are_no_json_are_refused_in_words(channel: grpc.Channel, t
 def test_long_ids_are_not_echoed(channel: grpc.Channel) -> None:
     stub = job_pb2_grpc.JobServiceStub(channel)
     with pytest.raises(grpc.RpcError) as refused:
-        stub.CancelJob(job_pb2.CancelJobRequest(job_id="x" * 100_000), timeout=100)
+        stub.CancelJob(job_pb2.CancelJobRequest(job_id="x" * 100_000), timeout=400)
     assert refused.value.details() == "CancelJobRequest.job_id has 100000 characters; at most 200 are taken"
 
 
@@ -545,12 +545,12 @@ def test_a_secret_is_worth_nothing_when_its_session_has_ended(
         job = client.submit(job_file(), num_ranks=2)
         start, other = host.started(), host.started()
         store, secret = store_pb2_grpc.StoreServiceStub(channel), (("elche-secret", start.secret),)
-        store.Set(store_pb2.SetRequest(key="a", value=b"1"), metadata=secret, timeout=100)
+        store.Set(store_pb2.SetRequest(key="a", value=b"1"), metadata=secret, timeout=400)
         FakeRank(channel, start.secret).leave()
 
         def is_refused() -> bool:
             try:
-                store.Set(store_pb2.SetRequest(key="a", value=b"2"), metadata=secret, timeout=100)
+                store.Set(store_pb2.SetRequest(key="a", value=b"2"), metadata=secret, timeout=400)
             except grpc.RpcError as error:
                 return error.code() is grpc.StatusCode.UNAUTHENTICATED
             return False

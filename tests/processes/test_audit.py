@@ -16,7 +16,7 @@ def test_a_run_in_which_a_rank_is_killed_is_proven(
 ) -> None:
     path = job_file("dying.py", "BATCH_S = 0.02", "DIES_AT = {1: 12}")
     settings = ("--epochs", str(EPOCHS), "--checkpoint-every-epochs", "1", "--keep-checkpoints", "9", "--anchor", "5")
-    done = elche("run", str(path), "--ranks", "2", "--audit", "true", *settings, "--out", "out", limit_s=100)
+    done = elche("run", str(path), "--ranks", "2", "--audit", "true", *settings, "--out", "out", limit_s=400)
     assert done.code == 0, done.err
     assert len(list(tmp_path.glob("out/audit/*/rank-1-*.bin"))) == 2, "one file per process of the rank"
     audited = elche("audit", "out", "--json")

@@ -47,7 +47,7 @@ def killed(mark: Mark, folder: Path, arguments: list[str], out: Path, after: int
         seen.update(checkpoints_of(out))
         return len(seen) >= after or process.poll() is not None
 
-    eventually(is_time, "checkpoints are written", limit_s=100)
+    eventually(is_time, "checkpoints are written", limit_s=400)
     if process.poll() is not None:
         return False
     let_time_pass(random.random() * 0.3)
@@ -102,7 +102,7 @@ def test_everything_is_killed_and_goes_on(
                 count(seen, parts)
         assert done_samples == until
         place = ["resume", str(out)]
-    done = elche(*place, "--out", "last", "--json", env={"KIND": kind}, limit_s=100)
+    done = elche(*place, "--out", "last", "--json", env={"KIND": kind}, limit_s=400)
     assert done.code == 0, done.err
     result = json.loads(done.out)
     kept = NUM_SAMPLES - NUM_SAMPLES % BATCH_SIZE if kind == "drop_last" else NUM_SAMPLES
@@ -274,7 +274,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     (folder / "linear.py").write_text((Path(__file__).parent / "jobs" / "linear.py").read_text())
     arguments = ["run", str(folder / "linear.py"), "--checkpoint-every-epochs", "1", "--out", str(folder / "out")]
-    subprocess.run([sys.executable, "-m", "elche_client", *arguments], check=True, capture_output=True, timeout=100)
+    subprocess.run([sys.executable, "-m", "elche_client", *arguments], check=True, capture_output=True, timeout=400)
     return sorted(folder.glob("out/checkpoints/*/*"))[1]
 
 

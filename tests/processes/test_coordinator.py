@@ -31,7 +31,7 @@ MAX_IDLE_KIB = 120 * 1024
 
 def metrics(url: str) -> dict[str, list[tuple[dict[str, str], float]]]:
     """Samples by name."""
-    text = urllib.request.urlopen(url, timeout=100).read().decode()
+    text = urllib.request.urlopen(url, timeout=400).read().decode()
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(text):
         assert family.name.startswith(("elche_", "process_"))
@@ -49,7 +49,7 @@ def test_it_imports_no_torch_and_no_numpy() -> None:
 
 def test_idle_it_is_small_and_in_health(mark: Mark, tmp_path: Path) -> None:
     with coordinator(mark, tmp_path) as one, grpc.insecure_channel(one.address) as channel:
-        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=100)
+        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=400)
         assert health.status == health_pb2.HealthCheckResponse.SERVING
         metrics(f"{one.page_url}/metrics")
         status = Path(f"/proc/{one.process.pid}/status").read_text()
@@ -124,7 +124,7 @@ def test_a_coordinator_that_is_stopping_lets_nobody_in(mark: Mark, tmp_path: Pat
         watch = job.watch()
         eventually(lambda: isinstance(next(watch), RoundReport), "a round")
         before = mark.living("elche rank")
-        stack.enter_context(urllib.request.urlopen(f"{one.page_url}/api/stream?job={job.id}", timeout=100)).readline()
+        stack.enter_context(urllib.request.urlopen(f"{one.page_url}/api/stream?job={job.id}", timeout=400)).readline()
         one.process.send_signal(signal.SIGTERM)
         assert one.process.wait(100) == 0
         (tmp_path / "again").mkdir()
@@ -247,7 +247,7 @@ def test_garbage_on_the_port(cluster: Cluster) -> None:
     host, _, port = cluster.address.rpartition(":")
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
     for opening in (b"", b"GET / HTTP/1.1\r\n\r\n", preface, preface + b"\xff\xff\xff\x04\x00\x00\x00\x00\x00"):
-        with suppress(OSError), socket.create_connection((host, int(port)), timeout=100) as connection:
+        with suppress(OSError), socket.create_connection((host, int(port)), timeout=400) as connection:
             connection.sendall(opening + chance.randbytes(20_000))
             connection.shutdown(socket.SHUT_WR)
     assert is_serving(cluster.coordinator)
@@ -257,9 +257,9 @@ def test_bytes_that_are_no_message(cluster: Cluster) -> None:
     with grpc.insecure_channel(cluster.address) as channel:
         for method in ("JobService/SubmitJob", "JobService/ListJobs", "StoreService/Set"):
             with pytest.raises(grpc.RpcError):
-                channel.unary_unary(f"/elche.v1.{method}")(b"\xff" * 100, timeout=100)
+                channel.unary_unary(f"/elche.v1.{method}")(b"\xff" * 100, timeout=400)
         with pytest.raises(grpc.RpcError) as raised:
-            channel.unary_unary("/elche.v1.JobService/NoSuchMethod")(b"", timeout=100)
+            channel.unary_unary("/elche.v1.JobService/NoSuchMethod")(b"", timeout=400)
     assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
     with Client(cluster.address, token="") as client:
         client.jobs()
@@ -273,13 +273,13 @@ def test_an_agent_that_does_not_say_hello(cluster: Cluster) -> None:
         stub = agent_pb2_grpc.AgentServiceStub(channel)
         for opening in openings:
             with pytest.raises(grpc.RpcError) as raised:
-                list(stub.Attend(iter(opening), timeout=100))
+                list(stub.Attend(iter(opening), timeout=400))
             assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         hello = agent_pb2.AttendRequest(hello=agent_pb2.AgentHello(host="x"))
-        list(stub.Attend(iter([hello, agent_pb2.AttendRequest(rank_exited=exited)]), timeout=100))
+        list(stub.Attend(iter([hello, agent_pb2.AttendRequest(rank_exited=exited)]), timeout=400))
         for second in (hello, agent_pb2.AttendRequest()):
             with pytest.raises(grpc.RpcError):
-                list(stub.Attend(iter([hello, second]), timeout=100))
+                list(stub.Attend(iter([hello, second]), timeout=400))
     assert is_serving(cluster.coordinator)
 
 
@@ -304,14 +304,14 @@ def test_a_spec_that_no_agent_could_run(cluster: Cluster, spec: job_pb2.JobSpec,
     before = len(cluster.client.jobs())
     with grpc.insecure_channel(cluster.address) as channel:
         with pytest.raises(grpc.RpcError) as raised:
-            job_pb2_grpc.JobServiceStub(channel).SubmitJob(job_pb2.SubmitJobRequest(spec=spec), timeout=100)
+            job_pb2_grpc.JobServiceStub(channel).SubmitJob(job_pb2.SubmitJobRequest(spec=spec), timeout=400)
         assert raised.value.code() is code
     assert len(cluster.client.jobs()) == before
 
 
 def test_standard_input_that_has_ended(mark: Mark, tmp_path: Path) -> None:
     arguments = ("--listen", "127.0.0.1:0", "--http", "off", "--data", "data", "--exit-with-stdin")
-    done = command(mark, "elche_coordinator", *arguments, cwd=tmp_path, limit_s=100.0)
+    done = command(mark, "elche_coordinator", *arguments, cwd=tmp_path, limit_s=400)
     assert done.code == 0, done.err
     assert "Traceback" not in done.err
 
@@ -352,7 +352,7 @@ def test_an_agent_is_asked_to_end(mark: Mark, tmp_path: Path, job_file: JobFile)
         eventually(lambda: isinstance(next(watch), RoundReport), "a round")
         host.process.send_signal(signal.SIGTERM)
         assert host.process.wait(100) == 0
-        mark.assert_none_left("elche rank", limit_s=100.0)
+        mark.assert_none_left("elche rank", limit_s=400)
         eventually(lambda: re.match("waits for host .*, which is not connected: ", client.jobs()[0].reason), "it waits")
         assert any("the job goes back to checkpoint" in getattr(event, "text", "") for event in until_queued(watch))
         job.cancel()

@@ -204,14 +204,14 @@ def test_what_is_said_of_a_job_that_trains(lab: Lab, steady: str) -> None:
         following = lab.started(words, JOB=steady)
         (resumed,) = eventually(lambda: [view for view in lab.client.jobs() if not view.state.has_ended], words)
         lab.client.cancel(resumed.job_id)
-        assert "cancelled" in following.communicate(timeout=100)[0]
+        assert "cancelled" in following.communicate(timeout=400)[0]
 
 
 def test_a_job_is_followed_to_its_end(lab: Lab) -> None:
     job = lab.client.submit(lab.folder / SHORT, num_ranks=1, monitor="mse", mode="min").id
     following = [lab.started(words, JOB=job) for words in of("watch", "logs", "chaos")]
     for one in following:
-        said, _ = one.communicate(timeout=100)
+        said, _ = one.communicate(timeout=400)
         assert one.returncode == 0, said
     for words in of("fetch"):
         lab.run(words, JOB=job)
@@ -237,7 +237,7 @@ def test_a_sweep_is_run_and_cancelled(lab: Lab) -> None:
     running = lab.started(first)
     eventually(lambda: len(lab.client.jobs()) > before or running.poll() is not None, "trials are submitted")
     lab.run(second)
-    said, _ = running.communicate(timeout=100)
+    said, _ = running.communicate(timeout=400)
     assert "cancelled" in said, said
     eventually(lambda: all(view.state.has_ended for view in lab.client.jobs()), "its jobs end")
 
@@ -271,7 +271,7 @@ def test_a_daemon_starts(lab: Lab, words: str, tmp_path: Path) -> None:
         assert process.poll() is None, said
         assert time.monotonic() < deadline_s, said
     process.send_signal(signal.SIGTERM)
-    said += process.communicate(timeout=100)[0]
+    said += process.communicate(timeout=400)[0]
     assert process.returncode == 0, said
 
 
@@ -290,7 +290,7 @@ def test_an_engine_that_is_not_here_is_named(lab: Lab, words: str) -> None:
     environment = lab.environment | {"PATH": "", "RAY_ADDRESS": "127.0.0.1:1"}
     del environment["ELCHE_TOKEN"]
     words = words.replace("ray://head:10001", "127.0.0.1:1")
-    done = command(lab.mark, "elche_client", *lab.arguments(words), cwd=lab.folder, env=environment, limit_s=100)
+    done = command(lab.mark, "elche_client", *lab.arguments(words), cwd=lab.folder, env=environment, limit_s=400)
     assert done.code == 2, done.out + done.err
     assert re.search(r"(ssh|squeue|scancel) is not found|no Ray cluster is reached", done.err), done.err
     assert "Traceback" not in done.err
@@ -313,7 +313,7 @@ def test_a_run_that_was_stopped_is_gone_on_with(lab: Lab, name: str, tmp_path: P
     first = lab.started(shlex.join(["elche", "run", name, "--device", "cpu", "--ranks", "1", *settings]), cwd=tmp_path)
     eventually(lambda: list(tmp_path.glob("runs/*/**/manifest.json")), "it has a checkpoint")
     first.send_signal(signal.SIGINT)
-    first.communicate(timeout=100)
+    first.communicate(timeout=400)
     (run,) = tmp_path.glob("runs/*-*")
     of_a_run = [words for words in LOCALLY if RUN in words and ("--group-size" in words) == (name == "sharded.py")]
     assert of_a_run

@@ -245,7 +245,7 @@ def test_a_handle_gives_the_model_that_is_restored(cluster: Cluster, write: Call
         env=cluster.mark.environment(),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr

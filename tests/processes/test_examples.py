@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow(reason="whole examples are trained")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = {"ELCHE_EXAMPLE_SIZE": "small"}
-LIMIT_S = 100.0
+LIMIT_S = 400.0
 
 BITS_OF_SINGLE_BYTES = 4.6
 """Per byte of the library's text, when only how frequent each byte is is known. An untrained model takes 8 and more."""

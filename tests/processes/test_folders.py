@@ -118,7 +118,7 @@ def test_a_bundle_that_the_coordinator_does_not_have_is_refused(cluster: Cluster
         stub = job_pb2_grpc.JobServiceStub(channel)
         for refused in (spec, job_pb2.JobSpec(name="a", source=SCRIPT, file_name="../a.py", bundle="0" * 64)):
             with pytest.raises(grpc.RpcError) as raised:
-                stub.SubmitJob(job_pb2.SubmitJobRequest(spec=refused), timeout=100)
+                stub.SubmitJob(job_pb2.SubmitJobRequest(spec=refused), timeout=400)
             assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert re.search("submit its file again|not a path within", str(raised.value.details()))
     assert len(cluster.client.jobs()) == before
@@ -129,12 +129,12 @@ def test_clients_need_the_token_and_ranks_their_secret(mark: Mark, tmp_path: Pat
     with coordinator(mark, tmp_path, env={"ELCHE_TOKEN": token}) as one, grpc.insecure_channel(one.address) as channel:
         stub = bundle_pb2_grpc.BundleServiceStub(channel)
         calls = (
-            lambda: stub.FindBundle(bundle_pb2.FindBundleRequest(bundle="0" * 64), timeout=100),
-            lambda: stub.UploadBundle(iter([bundle_pb2.UploadBundleRequest(bundle="0" * 64)]), timeout=100),
-            lambda: list(stub.FetchBundle(bundle_pb2.FetchBundleRequest(), timeout=100)),
+            lambda: stub.FindBundle(bundle_pb2.FindBundleRequest(bundle="0" * 64), timeout=400),
+            lambda: stub.UploadBundle(iter([bundle_pb2.UploadBundleRequest(bundle="0" * 64)]), timeout=400),
+            lambda: list(stub.FetchBundle(bundle_pb2.FetchBundleRequest(), timeout=400)),
             lambda: list(
                 stub.FetchBundle(
-                    bundle_pb2.FetchBundleRequest(), timeout=100, metadata=(("authorization", f"Bearer {token}"),)
+                    bundle_pb2.FetchBundleRequest(), timeout=400, metadata=(("authorization", f"Bearer {token}"),)
                 )
             ),
         )

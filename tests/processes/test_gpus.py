@@ -156,7 +156,7 @@ def test_a_loop_of_the_users_own_shares_batches_over_nccl(tmp_path: Path) -> Non
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -46,7 +46,7 @@ def run(mark: Mark, path: Path) -> "subprocess.CompletedProcess[str]":
         env=mark.environment(),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=400,
         check=False,
     )
 

@@ -18,7 +18,7 @@ def elche(mark: Mark, folder: Path, words: str, **given: str) -> subprocess.Comp
     function = f'elche() {{ {shlex.quote(sys.executable)} -m elche_client "$@"; }}'
     return subprocess.run(
         ["sh", "-c", f"{function}; {words}"], cwd=folder, env=mark.environment(given), capture_output=True, text=True,
-        timeout=100, check=False,
+        timeout=400, check=False,
     )  # fmt: skip
 
 

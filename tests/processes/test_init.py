@@ -8,7 +8,7 @@ import pytest
 
 from support.real_processes import Command
 
-LIMIT_S = 120.0
+LIMIT_S = 400.0
 LONG = pytest.mark.long(reason="a job is started in the same way, and these loops in test_own_loop_examples")
 
 

@@ -121,7 +121,7 @@ def test_what_user_code_detaches_ends_with_its_job(how: str, mark: Mark, tmp_pat
             else:
                 other.process.kill()
                 other.process.wait()
-        mark.assert_none_left("sleep 600", limit_s=100.0)
+        mark.assert_none_left("sleep 600", limit_s=400)
 
 
 @pytest.mark.long(reason="beside test_what_user_code_detaches_ends_with_its_job")

@@ -32,12 +32,12 @@ def events_of(lines: list[str]) -> list[str]:
 
 def post(url: str) -> dict[str, str]:
     request = urllib.request.Request(url, headers={"content-type": "application/json"}, data=b"{}")
-    with urllib.request.urlopen(request, timeout=100) as response:
+    with urllib.request.urlopen(request, timeout=400) as response:
         return json.loads(response.read())  # type: ignore[no-any-return]
 
 
 def got(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=100) as response:
+    with urllib.request.urlopen(url, timeout=400) as response:
         return response.read().decode()  # type: ignore[no-any-return]
 
 
@@ -119,7 +119,7 @@ def test_a_run_that_failed_has_its_journal_in_its_folder(
     job_file: JobFile, elche: Callable[..., Command], tmp_path: Path
 ) -> None:
     path = job_file("linear.py", BROKEN)
-    assert elche("run", str(path), "--ranks", "2", "--out", "run", limit_s=100).code == 1
+    assert elche("run", str(path), "--ranks", "2", "--out", "run", limit_s=400).code == 1
     lines = elche("journal", "run", "--json").out.splitlines()
     assert replay(lines) == len(lines) - 1
     assert "RankFailed" in elche("journal", "run", "-n", "20").out
@@ -129,7 +129,7 @@ def test_a_run_that_failed_has_its_journal_in_its_folder(
 def test_who_has_no_token_gets_none(mark: Mark, tmp_path: Path) -> None:
     with coordinator(mark, tmp_path, env={"ELCHE_TOKEN": "correct horse battery"}) as one:
         with grpc.insecure_channel(one.address) as channel, pytest.raises(grpc.RpcError) as refused:
-            list(JobServiceStub(channel).FetchJournal(job_pb2.FetchJournalRequest(job_id="any"), timeout=100))
+            list(JobServiceStub(channel).FetchJournal(job_pb2.FetchJournalRequest(job_id="any"), timeout=400))
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 

@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ALONE = (sys.executable,)
 ON_TWO = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-LIMIT_S = 100.0
+LIMIT_S = 400.0
 BITS_OF_SINGLE_BYTES = 4.7
 """Per held-out byte, when only how frequent each byte is is known. An untrained model takes 8 and more."""
 

@@ -40,7 +40,7 @@ class Run:
     def text(self) -> str:
         return self.log.read_text()
 
-    def ended(self, limit_s: float = 60.0) -> list[dict[str, Any]]:
+    def ended(self, limit_s: float = 400.0) -> list[dict[str, Any]]:
         """What each rank said at its end."""
         code = self.process.wait(limit_s)
         assert code == 0, self.text

@@ -29,7 +29,7 @@ def run_of(mark: Mark, folder: Path, script: Path, **env: str) -> tuple[int, str
         text=True,
         env=environment,
         cwd=folder,
-        timeout=100,
+        timeout=400,
         check=False,
     )
     return done.returncode, done.stdout

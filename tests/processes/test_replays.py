@@ -46,7 +46,7 @@ def test_a_run_in_which_a_rank_is_killed_and_another_process_joins(
     dead, joined = (file for file in files if file.start.rank == 1)
     assert dead.results
     assert joined.results
-    whole = elche("replay", "out", "--one-process", "--out", "again", "--json", limit_s=100)
+    whole = elche("replay", "out", "--one-process", "--out", "again", "--json", limit_s=400)
     assert whole.code == 0, whole.out + whole.err
     told = json.loads(whole.out)
     assert (told["difference"], told["num_processes"]) == ("", 4)

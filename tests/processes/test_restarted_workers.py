@@ -23,7 +23,7 @@ def fetched(
     model = client.download(job_id, folder / "model.safetensors").read_bytes()
     best = client.download(job_id, folder / "best.safetensors", best=True).read_bytes()
     lines = [line.text for line in client.job(job_id).logs(rank=0)]
-    with urlopen(f"{page}/model", timeout=100) as of_page, urlopen(f"{page}/log/0", timeout=100) as log:
+    with urlopen(f"{page}/model", timeout=400) as of_page, urlopen(f"{page}/log/0", timeout=100) as log:
         return model, best, of_page.read(), lines, log.read()
 
 

@@ -41,8 +41,12 @@ def test_a_train_step_that_never_returns_is_shown_with_its_stack(cluster: Cluste
     second = eventually(stall, "its stacks are told")
     assert "in hang_at_batch_40" in second.stacks
     assert "most recent call first" in second.stacks
-    view = eventually(lambda: event if isinstance(event := next(watch), JobView) else None, "a view")
-    assert [rank.state for rank in view.ranks][1] == "stalled"
+
+    def view_of_stalled() -> JobView | None:
+        event = next(watch)
+        return event if isinstance(event, JobView) and event.ranks[1].state == "stalled" else None
+
+    view = eventually(view_of_stalled, "a view shows the rank as stalled")
     assert view.ranks[1].stalled_s > 0
     assert (view.samples_per_s, view.eta_s) == (0.0, None)
     assert "rank 1 on" in view.reason

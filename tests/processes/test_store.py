@@ -240,10 +240,10 @@ def test_strangers_stay_out(channel: grpc.Channel, secret: str | None) -> None:
     metadata = None if secret is None else (("elche-secret", secret),)
     ready = rank_pb2.ConverseRequest(group_ready=rank_pb2.GroupReady(generation=1))
     with pytest.raises(grpc.RpcError) as conversed:
-        next(rank_pb2_grpc.RankServiceStub(channel).Converse(iter([ready]), metadata=metadata, timeout=100))
+        next(rank_pb2_grpc.RankServiceStub(channel).Converse(iter([ready]), metadata=metadata, timeout=400))
     assert conversed.value.code() is grpc.StatusCode.UNAUTHENTICATED
     with pytest.raises(grpc.RpcError) as stored:
-        store_pb2_grpc.StoreServiceStub(channel).Set(store_pb2.SetRequest(key="a"), metadata=metadata, timeout=100)
+        store_pb2_grpc.StoreServiceStub(channel).Set(store_pb2.SetRequest(key="a"), metadata=metadata, timeout=400)
     assert stored.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -254,12 +254,12 @@ def test_a_secret_opens_one_session(client: Client, agent: FakeAgent, channel: g
     stub = rank_pb2_grpc.RankServiceStub(channel)
     silence: queue.SimpleQueue[rank_pb2.ConverseRequest | None] = queue.SimpleQueue()
     silence.put(rank_pb2.ConverseRequest(ready=rank_pb2.Ready(**READY)))
-    first = stub.Converse(iter(silence.get, None), metadata=metadata, timeout=100)
+    first = stub.Converse(iter(silence.get, None), metadata=metadata, timeout=400)
     assert next(first).HasField("welcome")
     assert next(first).HasField("form_group")
     for _ in range(2):
         with pytest.raises(grpc.RpcError) as second:
-            next(stub.Converse(iter([]), metadata=metadata, timeout=100))
+            next(stub.Converse(iter([]), metadata=metadata, timeout=400))
         assert second.value.code() is grpc.StatusCode.UNAUTHENTICATED
         silence.put(None)
         assert [message for message in first if message.HasField("start_epoch")] == []
@@ -281,7 +281,7 @@ def test_a_rank_that_says_nonsense_harms_only_itself(
     talk: queue.SimpleQueue[rank_pb2.ConverseRequest | None] = queue.SimpleQueue()
     for message in nonsense:
         talk.put(message)
-    session = stub.Converse(iter(talk.get, None), metadata=(("elche-secret", start.secret),), timeout=100)
+    session = stub.Converse(iter(talk.get, None), metadata=(("elche-secret", start.secret),), timeout=400)
     assert "weekly" in next(message.shutdown.reason for message in session if message.HasField("shutdown"))
     talk.put(None)
     agent.exited(start)
@@ -308,7 +308,7 @@ def test_a_rank_that_is_ready_for_the_impossible(
     talk: queue.SimpleQueue[rank_pb2.ConverseRequest | None] = queue.SimpleQueue()
     talk.put(rank_pb2.ConverseRequest(ready=rank_pb2.Ready(**{**READY, **said})))
     stub = rank_pb2_grpc.RankServiceStub(channel)
-    session = stub.Converse(iter(talk.get, None), metadata=(("elche-secret", start.secret),), timeout=100)
+    session = stub.Converse(iter(talk.get, None), metadata=(("elche-secret", start.secret),), timeout=400)
     assert next(session).HasField("welcome")
     answer = next(session, None)
     talk.put(None)
@@ -330,7 +330,7 @@ def test_a_rank_without_epochs(mark: Mark, tmp_path: Path, job_file: JobFile) ->
         start = agent.started()
         ready = rank_pb2.ConverseRequest(ready=rank_pb2.Ready(**{**READY, "epochs": 0}))
         stub = rank_pb2_grpc.RankServiceStub(channel)
-        next(stub.Converse(iter([ready]), metadata=(("elche-secret", start.secret),), timeout=100), None)
+        next(stub.Converse(iter([ready]), metadata=(("elche-secret", start.secret),), timeout=400), None)
         agent.exited(start, 1)
         assert [view.job_id for view in client.jobs()] == [job.id]
 
@@ -355,7 +355,7 @@ def test_a_session_that_outlives_its_job(
     talk: queue.SimpleQueue[rank_pb2.ConverseRequest | None] = queue.SimpleQueue()
     talk.put(rank_pb2.ConverseRequest(ready=rank_pb2.Ready(**READY)))
     stub = rank_pb2_grpc.RankServiceStub(channel)
-    session = stub.Converse(iter(talk.get, None), metadata=(("elche-secret", start.secret),), timeout=100)
+    session = stub.Converse(iter(talk.get, None), metadata=(("elche-secret", start.secret),), timeout=400)
     assert next(session).HasField("welcome")
     assert next(session).HasField("form_group")
     agent.exited(start, 1)

@@ -55,7 +55,7 @@ def test_a_sweep_that_is_stopped_and_run_again_goes_on(
         eventually(lambda: len(client.jobs()) == 4 or first.poll(), "all trials are submitted")
         assert first.poll() is None, first.communicate()
         os.kill(first.pid, signal.SIGINT)
-        assert "run the command again" in first.communicate(timeout=100)[1]
+        assert "run the command again" in first.communicate(timeout=400)[1]
         assert first.returncode == 130
         done = elche("sweep", str(path), "--coordinator", one.address, "--json")
         assert done.code == 0, done.err
@@ -83,7 +83,7 @@ def test_the_best_of_a_halving_go_on_from_their_checkpoints(
         agent(mark, tmp_path, one.address, devices="cpu,cpu"),
         Client(one.address, token="") as client,
     ):
-        done = elche("sweep", str(path), "--coordinator", one.address, "--json", limit_s=120)
+        done = elche("sweep", str(path), "--coordinator", one.address, "--json", limit_s=400)
         assert done.code == 0, done.err
         rows = json.loads(done.out)
         assert sorted(row["epochs"] for row in rows) == [1, 1, 2, 4]

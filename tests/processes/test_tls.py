@@ -82,7 +82,7 @@ def test_tokens_go_over_tls_and_the_page_is_encrypted(
         assert one.page_url.startswith("https://")
         request = urllib.request.Request(f"{one.page_url}/metrics", headers={"authorization": f"Bearer {text}"})
         context = ssl.create_default_context(cafile=tmp_path / "ours" / "ca.crt")
-        with urllib.request.urlopen(request, timeout=100, context=context) as answer:
+        with urllib.request.urlopen(request, timeout=400, context=context) as answer:
             assert "elche_" in answer.read().decode()
         for tls, why in ((str(tmp_path / "theirs"), "of another authority"), ("", "set ELCHE_TLS")):
             with Client(one.address, token=OWN, tls=tls) as lost, pytest.raises(Unreachable, match=why):
@@ -140,7 +140,7 @@ def served_until(address: str, authority: Path) -> float:
     host, _, port = address.removeprefix("https://").rpartition(":")
     context = ssl.create_default_context(cafile=authority / "ca.crt")
     with (
-        socket.create_connection((host, int(port)), timeout=100) as plain,
+        socket.create_connection((host, int(port)), timeout=400) as plain,
         context.wrap_socket(plain, server_hostname=host) as wrapped,
     ):
         found = wrapped.getpeercert()

@@ -48,7 +48,7 @@ class Lab:
         headers = {"authorization": f"Bearer {self.texts[name]}", "content-type": "application/json"}
         request = urllib.request.Request(self.coordinator.page_url + path, b"{}" if post else None, headers)
         try:
-            with urllib.request.urlopen(request, timeout=100) as answer:
+            with urllib.request.urlopen(request, timeout=400) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -57,7 +57,7 @@ class Lab:
         """The first of those that an open page gets."""
         headers = {"authorization": f"Bearer {self.texts[name]}"}
         request = urllib.request.Request(f"{self.coordinator.page_url}/api/stream", None, headers)
-        with urllib.request.urlopen(request, timeout=100) as answer:
+        with urllib.request.urlopen(request, timeout=400) as answer:
             return str(answer.readline().decode())
 
     def audit(self) -> list[dict[str, str]]:
@@ -107,7 +107,7 @@ def test_an_agent_can_do_nothing_else_and_nobody_else_is_one(lab: Lab, mark: Mar
     arguments = ("--coordinator", lab.coordinator.address, "--devices", "cpu", "--work-dir", str(tmp_path / "work"))
     environment = mark.environment({"ELCHE_TOKEN": lab.texts["ops"]})
     run = [sys.executable, "-m", "elche_worker.agent", *arguments]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 2
     assert "Attend needs the role agent; ops has the role operator" in done.stderr
 
@@ -148,7 +148,7 @@ def test_who_has_no_token_writes_nothing_into_the_audit_log(lab: Lab) -> None:
     for path in ("/static/jobs/x/cancel", "/download/MakeToken", "/healthz", "/", "/api/jobs/x/cancel"):
         request = urllib.request.Request(lab.coordinator.page_url + path, b"{}", {"content-type": "application/json"})
         with pytest.raises(urllib.error.HTTPError, match=r"40[15]"):
-            urllib.request.urlopen(request, timeout=100)
+            urllib.request.urlopen(request, timeout=400)
     assert lab.audit() == before
 
 
@@ -202,7 +202,7 @@ def test_a_token_that_is_revoked_or_has_expired_ends_what_it_has_open(lab: Lab, 
     page = urllib.request.Request(
         f"{lab.coordinator.page_url}/api/stream", headers={"authorization": f"Bearer {lab.texts['gone']}"}
     )
-    with urllib.request.urlopen(page, timeout=100) as stream:
+    with urllib.request.urlopen(page, timeout=400) as stream:
         assert stream.readline().startswith(b"data: ")
         lab.admin.revoke(token.id)
         with suppress(IncompleteRead, ConnectionError):
@@ -231,7 +231,7 @@ def test_an_agent_whose_token_is_revoked_exits(lab: Lab, mark: Mark, tmp_path: P
     with subprocess.Popen(run, env=environment, stderr=subprocess.PIPE, text=True) as spot:
         eventually(lambda: len(ops.hosts()) == before + 1, "it attends")
         lab.admin.revoke(token.id)
-        _, said = spot.communicate(timeout=100)
+        _, said = spot.communicate(timeout=400)
     assert spot.returncode == 2
     assert "refuses this worker: the token has ended" in said
     eventually(lambda: len(ops.hosts()) == before, "it is gone")

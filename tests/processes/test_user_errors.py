@@ -250,7 +250,7 @@ def with_workers():
 """
     path = job_file("linear.py", lines, REPLACE.format("dataset=with_workers, epochs=1"))
     cluster.client.submit(path, num_ranks=1).result()
-    cluster.mark.assert_none_left("a worker of the user", limit_s=100.0)
+    cluster.mark.assert_none_left("a worker of the user", limit_s=400)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def answer(url: str, headers: Mapping[str, str] | None = None, body: str | None 
     """(status, text)"""
     request = urllib.request.Request(url, headers=dict(headers or {}), data=body.encode() if body else None)
     try:
-        with urllib.request.urlopen(request, timeout=100) as response:
+        with urllib.request.urlopen(request, timeout=400) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -41,7 +41,7 @@ def told(url: str) -> "dict[str, object]":
 
 def first_message(url: str) -> "dict[str, dict[str, object]]":
     """What a page is told first."""
-    with urllib.request.urlopen(url, timeout=100) as stream:
+    with urllib.request.urlopen(url, timeout=400) as stream:
         return json.loads(stream.readline().removeprefix(b"data: "))  # type: ignore[no-any-return]
 
 
@@ -195,11 +195,11 @@ def test_a_model_is_downloaded_by_a_link_that_works_once(cluster: Cluster, job_f
     job.result()
     page, wanted = cluster.coordinator.page_url, cluster.client.download(job.id, tmp_path / "model").read_bytes()
     link = page + post(f"{page}/api/jobs/{job.id}/model")[1]["link"]
-    with urllib.request.urlopen(link, timeout=100) as response:
+    with urllib.request.urlopen(link, timeout=400) as response:
         assert f"{job.id}.safetensors" in response.headers["content-disposition"]
         assert response.read() == wanted
     assert answer(link)[0] == 404
-    with urllib.request.urlopen(f"{page}/api/jobs/{job.id}/model", timeout=100) as response:
+    with urllib.request.urlopen(f"{page}/api/jobs/{job.id}/model", timeout=400) as response:
         assert response.read() == wanted
 
 

@@ -128,7 +128,7 @@ class Rank:
         self.lease(num_batches)
         for _ in range(num_batches):
             with self._changed:
-                assert self._changed.wait_for(lambda: self.replica.loader.is_ready, timeout=100)
+                assert self._changed.wait_for(lambda: self.replica.loader.is_ready, timeout=400)
             self.replica.train(TrainBatch(0, 1.0))
 
     def enter(self, *, may_be_checkpoint: bool = False) -> None:
@@ -137,7 +137,7 @@ class Rank:
 
     def hold(self) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self.replica.averaging.is_done, timeout=100)
+            assert self._changed.wait_for(lambda: self.replica.averaging.is_done, timeout=400)
         self.replica.apply_result()
 
     def round(self, *, meanwhile: int = 0, may_be_checkpoint: bool = False) -> None:

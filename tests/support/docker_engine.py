@@ -55,7 +55,7 @@ class Engine:
         if shutil.which("docker") is None:
             return False
         try:
-            self.docker("info", limit_s=100)
+            self.docker("info", limit_s=400)
             self.docker("compose", "version")
         except (AssertionError, subprocess.TimeoutExpired):
             return False

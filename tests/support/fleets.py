@@ -43,7 +43,7 @@ class Lab:
     env: dict[str, str]
 
     def elche(self, *arguments: str) -> Command:
-        return command(self.mark, "elche_client", *arguments, cwd=self.folder, env=self.env, limit_s=100)
+        return command(self.mark, "elche_client", *arguments, cwd=self.folder, env=self.env, limit_s=400)
 
     def up(self, *arguments: str) -> None:
         done = self.elche("up", "--coordinator", self.address, "--worker", WORKER, *arguments)

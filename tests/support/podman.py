@@ -40,7 +40,7 @@ events_logger="file"
 class Podman:
     """The command, with images and volumes of its own."""
 
-    def __call__(self, *arguments: str, is_needed: bool = True, stdin: str | None = None, limit_s: float = 120) -> str:
+    def __call__(self, *arguments: str, is_needed: bool = True, stdin: str | None = None, limit_s: float = 400) -> str:
         """What it printed on stdout, or of logs in all. One that fails raises `AssertionError` with what it said."""
         places = [part for name in ("root", "runroot", "tmpdir") for part in (f"--{name}", str(CACHE / name))]
         done = subprocess.run(

@@ -90,7 +90,7 @@ class Prometheus:
         """The answer's data. Raises AssertionError with what Prometheus says when it refuses."""
         address = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters, doseq=True)}"
         try:
-            with urllib.request.urlopen(address, timeout=100) as answer:
+            with urllib.request.urlopen(address, timeout=400) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{parameters}: {error.read().decode()}") from None
@@ -149,7 +149,7 @@ def prometheus(folder: Path, target: str, *, scrape_s: int = 1) -> Iterator[Prom
 
 def _is_ready(address: str) -> bool:
     try:
-        with urllib.request.urlopen(f"http://{address}/-/ready", timeout=100) as answer:
+        with urllib.request.urlopen(f"http://{address}/-/ready", timeout=400) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

@@ -19,7 +19,7 @@ MARK = "ELCHE_TEST_MARK"
 LISTENING = re.compile(r"elche-coordinator listening on (\S+)")
 PAGE = re.compile(r'page and metrics on (https?://[^\s"]+)')
 ATTENDED = re.compile(r"connected as (\S+)")
-LIMIT_S = 100.0
+LIMIT_S = 400.0
 """A hang: whatever a test waits for comes long before, on a busy machine too."""
 CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 """How a process with a bug ends, which no test asks a daemon for."""

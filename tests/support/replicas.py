@@ -47,7 +47,7 @@ class Rank:
         self.replica.take_lease(LeasedPart(id=self.num_leased + 1, epoch=0, offset=self.num_leased, size=size))
         self.num_leased += size
         for _ in range(num_batches):
-            assert self.ready.acquire(timeout=100)
+            assert self.ready.acquire(timeout=400)
             self.replica.train(TrainBatch(self.replica.progress.samples, self.replica.rates.factor))
 
     def enter(self, round_id: int, *, may_be_checkpoint: bool = False) -> None:

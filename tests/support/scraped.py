@@ -30,7 +30,7 @@ class Scraped:
         """A minute more: what the coordinators of these names and URLs say now; one that does not answer is down."""
         for instance, url in pages.items():
             try:
-                with urllib.request.urlopen(f"{url}/metrics", timeout=100) as answer:
+                with urllib.request.urlopen(f"{url}/metrics", timeout=400) as answer:
                     self._take(instance, answer.read().decode())
                     self._add("up", (("instance", instance), ("job", "elche")), 1.0)
             except OSError:

@@ -47,12 +47,12 @@ class Said:
     def until(self, holds: Callable[["Said"], bool]) -> None:
         """Waits for what it says."""
         with self._news:
-            assert self._news.wait_for(lambda: holds(self), timeout=100), self.of_rounds()
+            assert self._news.wait_for(lambda: holds(self), timeout=400), self.of_rounds()
 
     def wait(self, kind: str, count: int = 1) -> list[Any]:
         """Until there are so many of a kind."""
         with self._news:
-            assert self._news.wait_for(lambda: len(self.all(kind)) >= count, timeout=100), (kind, self.messages)
+            assert self._news.wait_for(lambda: len(self.all(kind)) >= count, timeout=400), (kind, self.messages)
         return self.all(kind)
 
 
@@ -72,7 +72,7 @@ class Slow(SoloCollectives):
         self._round = round_id
 
     def finish(self) -> None:
-        assert self.may_finish.acquire(timeout=100)
+        assert self.may_finish.acquire(timeout=400)
         if self._round in self.aborts:
             raise RoundAborted("a stream was lost")
         if self.is_aborted and not self.survives_abort:

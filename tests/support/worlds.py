@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = float(os.environ.get("WORLD_LIMIT_S", "100"))
-START_LIMIT_S = 90.0
+LIMIT_S = float(os.environ.get("WORLD_LIMIT_S", "400"))
+START_LIMIT_S = 300.0
 """For a process to import PyTorch: of a busy machine's time that takes more than what a test may need then."""
 STARTED = "started"
 """A process's first answer."""

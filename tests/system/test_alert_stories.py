@@ -16,7 +16,7 @@ from support.fleets import LINEAR, SLOWLY
 from support.real_processes import Coordinator, Mark, agent, coordinator, eventually
 from support.scraped import Scraped
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
 
 MADE = "elche_job_made_samples_total"
 JOB = LINEAR.read_text() + SLOWLY

@@ -18,10 +18,10 @@ from elche_client.events import JobState
 from support.docker_engine import BUILD_S, ROOT, Engine, docker_engine, wheels
 from support.real_processes import eventually
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(1200), pytest.mark.slow(reason="images are built and started")]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(2400), pytest.mark.slow(reason="images are built and started")]
 
 SERVICES = ("coordinator", "worker-1", "worker-2", "prometheus")
-LIMIT_S = 100.0
+LIMIT_S = 400.0
 
 HERE = """
 # What this machine needs: no bridge to the world, any free port, no more locked memory than its container may have,
@@ -81,7 +81,7 @@ class Stack:
     def values(self, query: str) -> list[float]:
         """What Prometheus answers, a value for each series."""
         url = f"http://{self.address('prometheus', 9090)}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
-        with urllib.request.urlopen(url, timeout=100) as answer:
+        with urllib.request.urlopen(url, timeout=400) as answer:
             series: list[dict[str, Any]] = json.load(answer)["data"]["result"]
         return [float(one["value"][1]) for one in series]
 
@@ -110,17 +110,23 @@ def submit(stack: Stack, *options: str) -> str:
     return stack.elche("submit", "examples/digits.py", "--ranks", "2", *options).splitlines()[-1]
 
 
-def view_when(client: Client, job_id: str, condition: Callable[[JobView], object], what: str) -> JobView:
-    """The first view of the job that fulfils the condition; fails when the job ends without."""
+def view_when(stack: Stack, client: Client, job_id: str, condition: Callable[[JobView], object], what: str) -> JobView:
+    """The first view of the job that fulfils the condition; fails when the job ends without, and says what was seen."""
+    last: JobView | None = None
 
     def found() -> JobView | None:
-        view = next(one for one in client.jobs() if one.job_id == job_id)
-        if condition(view):
-            return view
-        assert not view.state.has_ended, f"{what}, but it {view.state}: {view.reason}"
+        nonlocal last
+        last = next(one for one in client.jobs() if one.job_id == job_id)
+        if condition(last):
+            return last
+        assert not last.state.has_ended, f"{what}, but it {last.state}: {last.reason}"
         return None
 
-    return eventually(found, what, LIMIT_S)
+    try:
+        return eventually(found, what, LIMIT_S)
+    except AssertionError:
+        print(last, stack.compose("logs", "--tail", "30", *SERVICES[:3], is_needed=False), sep="\n")
+        raise
 
 
 def pause(stack: Stack, service: str) -> None:
@@ -160,10 +166,10 @@ def test_only_this_machine_gets_in_and_only_with_the_token(stack: Stack) -> None
 
     page = f"http://{stack.address('coordinator', 7718)}/metrics"
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(page, timeout=100)
+        urllib.request.urlopen(page, timeout=400)
     token = stack.token
     request = urllib.request.Request(page, headers={"Authorization": f"Bearer {token}"})
-    assert b"elche_agents" in urllib.request.urlopen(request, timeout=100).read()
+    assert b"elche_agents" in urllib.request.urlopen(request, timeout=400).read()
     stack.compose("run", "--rm", "token")
     assert stack.token == token, "a second start has written another token"
 
@@ -173,15 +179,15 @@ def test_a_job_goes_on_while_one_of_its_workers_is_paused(stack: Stack) -> None:
     """The paused rank is left out, and is ended and started again when its container goes on."""
     job_id = submit(stack, "--epochs", "4")
     with stack.client() as client:
-        view_when(client, job_id, lambda view: view.num_rounds > 2, "rounds are committed")
+        view_when(stack, client, job_id, lambda view: view.num_rounds > 2, "rounds are committed")
         pause(stack, "worker-2")
 
         def is_left_out(view: JobView) -> bool:
             return [rank.state for rank in view.ranks if rank.host == "worker-2"] == ["leaving"]
 
         try:
-            left = view_when(client, job_id, is_left_out, "the paused worker's rank is left out")
-            view_when(client, job_id, lambda view: view.num_rounds > left.num_rounds, "the other worker goes on")
+            left = view_when(stack, client, job_id, is_left_out, "the paused worker's rank is left out")
+            view_when(stack, client, job_id, lambda view: view.num_rounds > left.num_rounds, "the other worker goes on")
         finally:
             stack.compose("unpause", "worker-2")
         result = client.job(job_id).result()
@@ -194,11 +200,11 @@ def test_an_upgrade_loses_nothing_that_was_committed_before(stack: Stack) -> Non
     """What `up` does once all images are built anew. Compose may stop the coordinator before its workers."""
     job_id = submit(stack, "--epochs", "400")
     with stack.client() as client:
-        before = view_when(client, job_id, lambda view: view.epoch >= 2, "it trains")
+        before = view_when(stack, client, job_id, lambda view: view.epoch >= 2, "it trains")
         assert not before.checkpoints, "none was due"
     stack.compose("up", "--detach", "--wait", "--force-recreate", "coordinator", "worker-1", "worker-2")
     with stack.client() as client:
-        after = view_when(client, job_id, lambda view: view.num_rounds > before.num_rounds, "it goes on")
+        after = view_when(stack, client, job_id, lambda view: view.num_rounds > before.num_rounds, "it goes on")
         assert after.checkpoints, "one was made before the coordinator stopped, or as its ranks left"
         assert after.checkpoints[0].version >= before.num_rounds, "it went back to no older one"
         client.job(job_id).cancel()
@@ -207,9 +213,9 @@ def test_an_upgrade_loses_nothing_that_was_committed_before(stack: Stack) -> Non
 def test_a_killed_worker_fails_the_job_and_its_checkpoint_is_resumed(stack: Stack) -> None:
     job_id = submit(stack, "--epochs", "2", "--checkpoint-every-epochs", "1", "--on-rank-loss", "fail")
     with stack.client() as client:
-        view_when(client, job_id, lambda view: view.checkpoints, "a checkpoint is written")
+        view_when(stack, client, job_id, lambda view: view.checkpoints, "a checkpoint is written")
         stack.compose("kill", "worker-2")
-        failed = view_when(client, job_id, lambda view: view.state is JobState.FAILED, "the job fails")
+        failed = view_when(stack, client, job_id, lambda view: view.state is JobState.FAILED, "the job fails")
         [lost] = [rank.rank for rank in failed.ranks if rank.host == "worker-2"]
         assert re.search(rf"\brank {lost}\b.*\bworker-2\b", failed.reason), failed.reason
         assert failed.epoch == 1

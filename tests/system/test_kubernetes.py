@@ -234,7 +234,7 @@ def test_kubeflow_is_told_how_far_a_job_is(tmp_path: Path, mark: Mark) -> None:
     with receiver(tmp_path) as (pod, taken), coordinator(mark, tmp_path) as one, agent(mark, tmp_path, one.address):
         job = str(shutil.copy(ROOT / "tests/processes/jobs/linear.py", tmp_path / "linear.py"))
         watching = ("submit", job, "--ranks", "1", "--watch", "--coordinator", one.address)
-        done = command(mark, "elche_client", *watching, cwd=tmp_path, env=pod, limit_s=100)
+        done = command(mark, "elche_client", *watching, cwd=tmp_path, env=pod, limit_s=400)
     assert done.code == 0, done.err
     assert (taken[-1]["progressPercentage"], taken[-1]["estimatedRemainingSeconds"]) == (100, 0)
     assert {"loss", "mse"} <= {one["name"] for one in taken[-1]["metrics"]}

@@ -17,7 +17,7 @@ from support.fleets import is_exact_so_far, lab
 from support.networks import lan, may_make_networks
 from support.real_processes import Mark, eventually
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
 
 # Slurm
 
@@ -35,7 +35,7 @@ def slurm(tmp_path: Path, mark: Mark) -> Iterator[dict[str, str]]:
         yield env
     finally:
         subprocess.run(["bash", str(up), "down", str(folder)], check=False, env=mark.environment(env))
-        mark.assert_none_left(limit_s=100)
+        mark.assert_none_left(limit_s=400)
 
 
 def told(env: dict[str, str], *words: str) -> str:

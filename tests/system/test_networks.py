@@ -137,7 +137,7 @@ def begin(client: Client, tmp_path: Path, epochs: int = 80, num_ranks: int = 3) 
     return job, watch
 
 
-def next_change(watch: Iterator[Event], text: str, limit_s: float = 60.0) -> MembershipReport:
+def next_change(watch: Iterator[Event], text: str, limit_s: float = 400.0) -> MembershipReport:
     """The next change of membership of which this is told."""
 
     def found() -> MembershipReport | None:

@@ -16,7 +16,7 @@ from elche_client.client import JobHandle
 from support.fleets import SLOWLY, UNHURRIED
 from support.real_processes import Cluster, Coordinator, Mark, agent, coordinator, eventually
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
 
 LINEAR = Path(__file__).resolve().parents[1] / "processes" / "jobs" / "linear.py"
 DIGITS = Path(__file__).resolve().parents[2] / "examples" / "digits.py"

@@ -19,7 +19,7 @@ from support.podman import Podman, podman
 from support.postgresql import postgresql
 from support.real_processes import eventually
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(2400)]
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 IMAGES = {"elche-coordinator:latest": "elche-test-coordinator", "elche-worker:latest": "elche-test-worker"}

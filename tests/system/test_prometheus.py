@@ -51,7 +51,7 @@ def metrics_with(url: str, name: str) -> str:
     """The page, once it has the metric. Asserts that this takes less than a minute."""
     end_s = time.monotonic() + 60
     while time.monotonic() < end_s:
-        page: str = urllib.request.urlopen(url, timeout=100).read().decode()
+        page: str = urllib.request.urlopen(url, timeout=400).read().decode()
         if name in page:
             return page
     raise AssertionError(f"no {name} at {url}")

@@ -30,7 +30,7 @@ from support.postgresql import Server, postgresql
 from support.real_processes import Mark, agent, eventually
 from support.scraped import Scraped
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
 
 JOB = Path(__file__).parents[1] / "processes" / "jobs" / "linear.py"
 NUM_SAMPLES = 500
@@ -100,7 +100,7 @@ class Lab:
     def ask(self, name: str, path: str) -> tuple[int, str]:
         """Status and text of what it answers over HTTP; 0 when it does not."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.pages[name]}{path}", timeout=100) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.pages[name]}{path}", timeout=400) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -438,7 +438,7 @@ def test_bad_stores(server: Server, tmp_path: Path, mark: Mark) -> None:
             env=mark.environment({"ELCHE_STORE": url}),
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=400,
             check=False,
         )
         assert ended.returncode == 2

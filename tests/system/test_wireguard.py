@@ -18,7 +18,7 @@ from elche_client.events import JobState
 from support.networks import ip, lan, may_make_networks
 from support.real_processes import Mark, coordinator, eventually
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
 
 PORT = 51820
 
