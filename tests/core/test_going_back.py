@@ -7,6 +7,7 @@ import pytest
 from core.test_lost_ranks import THREE, by_policy
 
 from elche.errors import LEFT_ALONE
+from elche_coordinator.core.jobs.deaths import FruitlessAttempts
 from elche_coordinator.core.messages.commands import StartRank, StopRank
 from elche_coordinator.core.messages.events import (
     AgentJoined,
@@ -214,17 +215,33 @@ def test_a_job_that_ends_while_it_begins_again_goes_back_to_the_end_of_its_train
     goes_on(simulation)
 
 
-def test_three_attempts_without_a_checkpoint_are_enough(simulate):
-    """A rank that is killed for its memory in each attempt's first batches will be in the fourth."""
-    simulation = simulate(ranks(25.0))
-    for _ in range(4):
+def until_it_fails(simulation):
+    """The times at which its only rank is killed in its first batches, until the job fails."""
+    killed_s = []
+    while simulation.job.is_open:
         simulation.run_until(lambda: simulation.job.phase is JobPhase.TRAINING)
+        killed_s.append(simulation.clock.now_s)
         simulation.kill(0)
         simulation.run_until(lambda: simulation.job.phase is not JobPhase.TRAINING)
+    return killed_s
+
+
+def test_a_minute_of_attempts_without_a_checkpoint_is_enough(simulate):
+    """A rank that is killed for its memory in each attempt's first batches will be in the next one, too."""
+    simulation = simulate(ranks(25.0))
+    simulation.run_until(lambda: simulation.job.phase is JobPhase.TRAINING)
+    killed_s = until_it_fails(simulation)
     result = simulation.run()
     assert result.outcome is Outcome.FAILED
-    assert result.error.endswith("; 3 attempts in a row have reached no checkpoint")
+    assert result.error.endswith(f"; {len(killed_s) - 1} attempts in a row have reached no checkpoint")
     assert "was killed by signal 9" in result.error
+    assert killed_s[-2] - killed_s[0] < 60 < killed_s[-1] - killed_s[0] < 100
+
+
+def test_three_attempts_are_had_however_long_they_take():
+    attempts = FruitlessAttempts()
+    assert [attempts.add(now_s) for now_s in (0.0, 1000.0, 2000.0)] == [None] * 3
+    assert attempts.add(2001.0) == "3 attempts in a row have reached no checkpoint"
 
 
 def test_attempts_that_are_short_come_further_by_checkpoints_of_their_own(simulate):
@@ -240,8 +257,8 @@ def test_attempts_that_are_short_come_further_by_checkpoints_of_their_own(simula
 
 
 def test_an_attempt_that_comes_to_a_checkpoint_counts_anew(simulate):
-    simulation = simulate(ranks(25.0), epochs=8, dataset_size=500, checkpoint_every_epochs=1)
-    for _ in range(6):
+    simulation = simulate(ranks(25.0), epochs=16, dataset_size=4000, checkpoint_every_epochs=1)
+    for _ in range(14):
         attempt = simulation.job.attempt if simulation.num_events else 1
         simulation.run_until(lambda: has_saved(simulation))
         simulation.kill(0)
@@ -249,15 +266,13 @@ def test_an_attempt_that_comes_to_a_checkpoint_counts_anew(simulate):
     goes_on(simulation)
 
 
-def test_attempts_that_come_to_no_checkpoint_after_the_first_one_are_enough_too(simulate):
+def test_a_job_that_has_made_a_checkpoint_is_given_ten_minutes(simulate):
+    """What kills it now is more likely around it than in it: a host that fails, other programs there."""
     simulation = simulate(ranks(25.0), epochs=8, dataset_size=500, checkpoint_every_epochs=1)
     simulation.run_until(lambda: has_saved(simulation))
-    for attempt in range(1, 5):
-        simulation.kill(0)
-        if attempt < 4:
-            simulation.run_until(lambda attempt=attempt: simulation.job.attempt == attempt + 1)
-            simulation.run_until(lambda: simulation.job.phase is JobPhase.TRAINING)
-    assert simulation.run().error.endswith("; 3 attempts in a row have reached no checkpoint")
+    killed_s = until_it_fails(simulation)
+    assert simulation.run().error.endswith(f"; {len(killed_s) - 1} attempts in a row have reached no checkpoint")
+    assert killed_s[-2] - killed_s[0] < 600 < killed_s[-1] - killed_s[0] < 640
 
 
 def test_a_job_that_waits_can_be_cancelled(simulate):

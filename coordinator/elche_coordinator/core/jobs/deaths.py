@@ -15,6 +15,12 @@ RESTART_S = (0.0, 1.0, 5.0, 30.0)
 """Seconds before a rank is restarted: after its first death in a row without a committed batch, its second, and so on.
 Later deaths have the last delay.
 """
+MAX_FRUITLESS = 3
+"""Attempts in a row without a checkpoint that never fail the job, whatever time they have taken."""
+FRUITLESS_S, FRUITLESS_AFTER_CHECKPOINT_S = 60.0, 600.0
+"""Seconds of such attempts that never fail it: before its first checkpoint, and once it has made one. A script that
+kills its process does so before; what kills a job that has trained well, such as a failing host, comes to an end.
+"""
 RANKS_ON_SAMPLES = 3
 """Deaths in a row on the same samples after which the job fails."""
 DEATHS_ON_SAMPLES = 5
@@ -36,6 +42,34 @@ class Death(Enum):
     """By a signal, or because processes of its group were killed."""
     WITH_HOST = auto()
     """Its host was lost; the process may still run there, cut off."""
+
+
+class FruitlessAttempts:
+    """The attempts in a row that ended by a death and made no checkpoint."""
+
+    def __init__(self) -> None:
+        self._num_deaths = 0
+        self._first_s = 0.0
+        """Time of the first of these deaths."""
+        self._limit_s = FRUITLESS_S
+
+    def on_checkpoint(self) -> None:
+        """Begins anew: the attempt that has ended made a checkpoint."""
+        self._num_deaths, self._limit_s = 0, FRUITLESS_AFTER_CHECKPOINT_S
+
+    def add(self, now_s: float) -> str | None:
+        """Counts one more death; returns what the job fails with if it is one too many."""
+        if not self._num_deaths:
+            self._first_s = now_s
+        if self._num_deaths >= MAX_FRUITLESS and now_s - self._first_s >= self._limit_s:
+            return f"{self._num_deaths} attempts in a row have reached no checkpoint"
+        self._num_deaths += 1
+        return None
+
+    @property
+    def delay_s(self) -> float:
+        """Seconds before the next attempt may begin."""
+        return RESTART_S[min(self._num_deaths, len(RESTART_S)) - 1]
 
 
 class Deaths:

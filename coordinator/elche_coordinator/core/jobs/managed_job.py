@@ -6,7 +6,7 @@ from itertools import count
 from typing import assert_never
 
 from elche.evaluation import never_finite
-from elche_coordinator.core.jobs.deaths import RESTART_S, Death, Deaths
+from elche_coordinator.core.jobs.deaths import Death, Deaths, FruitlessAttempts
 from elche_coordinator.core.jobs.duties import duties_of, has_batch_due
 from elche_coordinator.core.jobs.membership import Problem
 from elche_coordinator.core.jobs.notices import hang_notice, too_few_notice
@@ -52,10 +52,6 @@ from elche_coordinator.core.records.ranks import RankRecord, highest_staying, pr
 from elche_coordinator.core.results.counts import Counts
 from elche_coordinator.core.rounds.generation import Generation
 
-MAX_FRUITLESS = 3
-"""Attempts in a row without a checkpoint after which the job fails."""
-
-
 class ManagedJob(PlacedJob):
     """Starts, groups and trains its ranks. In each attempt `training` and `membership` are None until all ranks are
     ready and agree.
@@ -71,8 +67,7 @@ class ManagedJob(PlacedJob):
         """Time from which a job that has gone back may be placed again."""
         self._gives: frozenset[Incarnation] = frozenset()
         """Processes that leave for another job: their ranks get slots again only when no other job waits for these."""
-        self._num_fruitless = 0
-        """Deaths in a row after which the job went back without a new checkpoint."""
+        self._fruitless = FruitlessAttempts()
         self._deaths = Deaths()
         self._counted = Counts()
         """Counts of earlier attempts."""
@@ -531,13 +526,17 @@ class ManagedJob(PlacedJob):
     # Going back
 
     def go_back(self, rank: Rank, notice: str, now_s: float, *, is_death: bool = True) -> None:
-        """Queues the job again, since no rank has its model; the next attempt begins from its newest checkpoint. The
-        fourth death in a row without a new checkpoint fails the job.
+        """Queues the job again, since no rank has its model; the next attempt begins from its newest checkpoint. Too
+        many deaths in a row without a new checkpoint fail the job.
         """
-        self._num_fruitless = is_death + (0 if self.run.has_saved else self._num_fruitless)
-        if self._num_fruitless > MAX_FRUITLESS:
-            self.fail(Failure(f"{notice}; {MAX_FRUITLESS} attempts in a row have reached no checkpoint", rank=rank))
-            return
+        if self.run.has_saved:
+            self._fruitless.on_checkpoint()
+        delay_s = 0.0
+        if is_death:
+            if in_vain := self._fruitless.add(now_s):
+                self.fail(Failure(f"{notice}; {in_vain}", rank=rank))
+                return
+            delay_s = self._fruitless.delay_s
         # without a number of ranks it begins on whatever slots are free
         least = self.spec.min_ranks if self.spec.num_ranks else 1
         self.spec = replace(self.resumption, num_ranks=self.num_wanted, min_ranks=least)
@@ -552,7 +551,7 @@ class ManagedJob(PlacedJob):
             first_checkpoint_s=self.run.first_checkpoint_of_next(now_s) if is_death else None,
         )
         self.advance(JobTrigger.WENT_BACK, notice)
-        self.retry_at_s = now_s + (RESTART_S[self._num_fruitless - 1] if is_death else 0.0)
+        self.retry_at_s = now_s + delay_s
         self.places.missing.clear()
         for other in self.ranks.values():
             if other.phase is not RankPhase.EXITED:
