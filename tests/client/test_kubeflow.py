@@ -111,7 +111,7 @@ def test_what_was_not_taken_is_told_again(tmp_path: Path, status: bytes) -> None
         reporter.note(EpochReport(epoch=0, loss=1.5))
         eventually(lambda: reporter._is_new is False, "it was tried")
         reporter.note(view(2, 0))
-        eventually(lambda: taken, "it is told", 20.0)
+        eventually(lambda: taken, "it is told")
         assert taken[-1]["metrics"] == [{"name": "loss", "value": "1.5"}]
         assert taken[-1]["progressPercentage"] == 50
         reporter.close()

@@ -306,7 +306,7 @@ def test_connections_that_ask_for_nothing_keep_nobody_out(alone: Coordinator) ->
 def test_who_does_not_acknowledge_the_settings_of_http2_is_disconnected(alone: Coordinator) -> None:
     """gRPC does not bound headers until they are acknowledged, and waited for a minute."""
     host, port = alone.address.split(":")
-    with create_connection((host, int(port)), timeout=50) as connection:
+    with create_connection((host, int(port)), timeout=900) as connection:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
         received = b""
         while part := connection.recv(1 << 16):

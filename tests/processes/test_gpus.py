@@ -180,7 +180,7 @@ def test_a_loop_over_nccl_ends_with_one_line_when_a_rank_has_died(gpus: Cluster,
         env={**environment, "ELCHE_COORDINATOR": gpus.coordinator.address},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 1, done.stderr

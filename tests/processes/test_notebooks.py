@@ -48,7 +48,7 @@ print(type(state).__name__)
 def run(folder: Path, *cells: str) -> list[list[dict[str, Any]]]:
     """The outputs of the cells."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
-    client = NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    client = NotebookClient(notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
     client.execute()
     return [cell["outputs"] for cell in notebook.cells]
 

@@ -55,14 +55,14 @@ class Lab:
         return [one["state"] for one in json.loads(done.out)]
 
     def until_attended(self, num_hosts: int) -> None:
-        eventually(lambda: len(self.client.hosts()) == num_hosts, f"{num_hosts} hosts attend", 60)
+        eventually(lambda: len(self.client.hosts()) == num_hosts, f"{num_hosts} hosts attend")
 
     def train(self, num_ranks: int) -> JobHandle:
         """A job that trains, until `is_exact_so_far`."""
         path = self.folder / "linear.py"
         path.write_text(LINEAR.read_text() + UNHURRIED)
         job = self.client.submit(path, num_ranks=num_ranks, min_ranks=1, epochs=EPOCHS)
-        eventually(lambda: self.client.get(job.id).num_rounds >= 3, "it trains", 60)
+        eventually(lambda: self.client.get(job.id).num_rounds >= 3, "it trains")
         return job
 
     def until_ranks(self, job: JobHandle, number: int) -> None:
@@ -90,7 +90,7 @@ def is_exact_so_far(job: JobHandle) -> None:
         view = job.client.get(job.id)
         return view.epoch if view.epoch >= 4 else 0
 
-    over = eventually(num_over, "some epochs are over", 60)
+    over = eventually(num_over, "some epochs are over")
     job.cancel()
     *_, result = job.watch()
     assert isinstance(result, JobResult)

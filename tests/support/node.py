@@ -242,7 +242,7 @@ class Node:
         made = self.pods[name] = Pod(name, spec, self.podman, self.podman("inspect", "--format", where, infra))
         for sidecar in sidecars:
             self.podman("start", made.container(sidecar["name"]))
-            eventually(lambda one=sidecar: made.passes("startupProbe", container=one["name"]), "it has started", 60)
+            eventually(lambda one=sidecar: made.passes("startupProbe", container=one["name"]), "it has started")
         self.podman("pod", "start", name)
         return made
 

@@ -108,7 +108,7 @@ def test_slurm(slurm: dict[str, str], tmp_path: Path, mark: Mark) -> None:
             slurm, "sbatch", "--parsable", "--partition=urgent", "--output=/dev/null", "--wrap=sleep 600"
         ).strip()
         one.until_ranks(job, 2)
-        eventually(lambda: [urgent] in [[id] for id, *_ in running(slurm)], "it has the node", 60)
+        eventually(lambda: [urgent] in [[id] for id, *_ in running(slurm)], "it has the node")
         told(slurm, "scancel", urgent)
         one.until_ranks(job, 3)
         assert (one.said("has left"), one.said("is lost")) == (3, 1), "one was preempted, and left"
@@ -217,7 +217,7 @@ def test_ray(tmp_path: Path, mark: Mark) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=900,
         env=mark.environment({"PYTHONPATH": str(Path(__file__).parents[1])}),
     )
     for pid in mark.living():

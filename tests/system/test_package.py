@@ -19,7 +19,7 @@ def run(*command: str, cwd: Path | None = None) -> str:
     """What a command prints; it must succeed. It finds nothing of this checkout."""
     environment = {name: text for name, text in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environment |= {"UV_PYTHON_DOWNLOADS": "never", "ELCHE_FOLDER": "none"}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
