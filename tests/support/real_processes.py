@@ -36,7 +36,7 @@ def eventually(condition: Callable[[], Value | None], what: str, limit_s: float 
             return value
         assert asked_s < deadline_s, f"not in {limit_s} s: {what}"
         took_s = time.monotonic() - asked_s
-        time.sleep(min(max(0.01, 3 * took_s), 0.1))  # what is waited for needs the processors more than the question
+        time.sleep(min(max(0.01, 2 * took_s), 2.0))  # what is waited for needs the processors more than the question
 
 
 @dataclass(slots=True)

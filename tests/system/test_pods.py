@@ -58,14 +58,14 @@ def agents(here: Node) -> list[Pod]:
 
 
 def until_ready(pod: Pod) -> None:
-    eventually(lambda: pod.passes("readinessProbe"), f"{pod.name} is ready", 200)
+    eventually(lambda: pod.passes("readinessProbe"), f"{pod.name} is ready")
 
 
 def train(client: Client, folder: Path, num_ranks: int = 2) -> JobHandle:
     path = folder / "linear.py"
     path.write_text(LINEAR.read_text() + SLOWLY)
     job = client.submit(path, num_ranks=num_ranks, min_ranks=1, epochs=MANY, folder=folder)
-    eventually(lambda: client.get(job.id).epoch >= 2, "it trains", 200)
+    eventually(lambda: client.get(job.id).epoch >= 2, "it trains")
     return job
 
 
@@ -85,11 +85,11 @@ def test_the_base(here: Node, tmp_path: Path) -> None:
         assert took_s < 25, "it has left within its grace"
         assert (said("has left"), said("is lost")) == (1, 0), "its work was committed"
         until_ready(here.add("elche-agent"))
-        eventually(lambda: said("; 2 ranks in training") == 1, "another one trains", 200)
+        eventually(lambda: said("; 2 ranks in training") == 1, "another one trains")
 
         other.send(signal.SIGKILL)
-        eventually(lambda: said("is lost") == 1, "it is lost", 200)
-        eventually(lambda: said("; 2 ranks in training") == 2, "it trains again", 200)
+        eventually(lambda: said("is lost") == 1, "it is lost")
+        eventually(lambda: said("; 2 ranks in training") == 2, "it trains again")
         assert int(other.state("RestartCount")) == 1
 
         first = coordinator.state("State.Pid")
@@ -99,7 +99,7 @@ def test_the_base(here: Node, tmp_path: Path) -> None:
         until_ready(coordinator)
         assert coordinator.state("State.Pid") != first
         epoch = client.get(job.id).epoch
-        eventually(lambda: client.get(job.id).epoch > epoch + 2, "it goes on", 200)
+        eventually(lambda: client.get(job.id).epoch > epoch + 2, "it goes on")
         is_exact_so_far(job)
         assert (said("has left"), said("is lost")) == (1, 1), "nobody was lost with the coordinator"
 
@@ -136,7 +136,7 @@ def test_two_coordinators_with_postgresql_and_certificates(here: Node, tmp_path:
         set_up(here, [*store, *objects], leader)
         (tmp_path / "linear.py").write_text(LINEAR.read_text() + SLOWLY)
         job = elche("submit", "linear.py", "--ranks", "2", "--epochs", str(EPOCHS))
-        eventually(lambda: '"epoch": 2' in elche("jobs", "--json"), "it trains", 200)
+        eventually(lambda: '"epoch": 2' in elche("jobs", "--json"), "it trains")
         first = leader()
         for pod in here.pods.values():
             until_ready(pod)  # who stands by, too
@@ -158,10 +158,10 @@ def test_a_jobset(here: Node) -> None:
     watch["command"] += ["--epochs", "3"]
     here.apply([secret("elche-token", token=TOKEN), *objects])
     pod = here.pods["train-coordinator-0-0"]
-    eventually(lambda: "epoch 1" in pod.log(), "it trains", 200)
+    eventually(lambda: "epoch 1" in pod.log(), "it trains")
     here.lose(pod)
     pod = here.add_to("train", "coordinator")
-    eventually(lambda: pod.state("State.Status") == "exited", "the job has ended", 200)
+    eventually(lambda: pod.state("State.Status") == "exited", "the job has ended")
     assert pod.state("State.ExitCode") == "0"
     assert "was submitted with this key before" in pod.log()
     assert "stalled" not in pod.log("coordinator"), "at another address it was found in time"
