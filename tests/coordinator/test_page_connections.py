@@ -75,6 +75,19 @@ async def ask(port: int, path: str, **more: Any) -> tuple[asyncio.StreamReader, 
     return reader, writer
 
 
+def test_who_is_told_the_address_connects_at_once() -> None:
+    """Before the loop has run once more: who read the line with the address was refused now and then."""
+
+    async def story() -> None:
+        web = WebServer("127.0.0.1", 0)
+        web.start(Page())
+        with socket.create_connection(("127.0.0.1", web.port), timeout=100):
+            pass
+        await web.stop()
+
+    asyncio.run(story())
+
+
 async def of_connections(*paths: str) -> Counter[str]:
     """Who was ended when one more had come, and was answered, than there may be connections."""
     page, web = Page(), WebServer("127.0.0.1", 0)

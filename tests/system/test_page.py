@@ -48,7 +48,7 @@ CONTRAST = """() => {
 }"""
 
 
-expect.set_options(timeout=100_000)  # milliseconds: a hang, as in support.real_processes
+expect.set_options(timeout=400_000)  # milliseconds: a hang, as in support.real_processes
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
     def open_page(url: str, width: int = 1300, **options: object) -> Page:
         context = browser.new_context(viewport={"width": width, "height": 900}, **options)
         contexts.append(context)
+        context.set_default_timeout(400_000)
         page = context.new_page()
         page.on("console", note)
         page.on("pageerror", lambda error: errors.append(str(error)))
@@ -305,6 +306,30 @@ def test_it_is_readable_on_every_screen(
     page.goto(f"{cluster.coordinator.page_url}/#hosts")
     expect(page.locator("#hosts")).to_contain_text("agent-1")
     looks_right(page, width)
+
+
+def test_a_button_that_is_pressed_stays_until_it_is_released(crowd_url: str, open_page: Callable[..., Page]) -> None:
+    """The page draws its buttons anew at each update, two in a second: one click in five was lost."""
+    page = open_page(f"{crowd_url}/#job=job-0")
+    page.evaluate("globalThis.clicks = 0")
+    caught = "document.addEventListener('click', (click) => { clicks += 1; click.stopPropagation(); }, true)"
+    page.evaluate(caught)  # what the buttons do is another test's
+    pressed = [page.locator("#actions").get_by_role("button", name="Pause"), page.locator("#ranks button").first]
+    for number, button in enumerate(pressed, start=1):
+        box = button.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        page.mouse.down()
+        updates = num_updates(page)
+        eventually(lambda updates=updates: num_updates(page) > updates + 2, "it is updated meanwhile")
+        old = button.element_handle()
+        page.mouse.up()
+        assert page.evaluate("clicks") == number
+        eventually(lambda old=old: not old.evaluate("old => old.isConnected"), "then it is drawn anew")
+
+
+def num_updates(page: Page) -> int:
+    return int(page.locator("html").get_attribute("data-updates") or 0)
 
 
 def test_a_job_is_cancelled_only_after_a_yes(cluster: Cluster, open_page: Callable[..., Page]) -> None:

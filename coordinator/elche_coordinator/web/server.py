@@ -150,7 +150,9 @@ class WebServer:
         )
         config.load()
         self._server = _Server(config)
-        # Already bound, so that an address in use is an error at the start, and not of a task.
+        # Already bound, so that an address in use is an error at the start, and not of a task; and already listening,
+        # so that who is told the address may connect before the task has begun.
+        self._socket.listen(BACKLOG)
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         return config.ssl
 

@@ -199,7 +199,7 @@ function show_jobs(list) {
         h("span", { class: "row soft" }, h("span", {}, progress_of(job)), h("span", {}, job.state === "training" && job.eta_s !== null && !job.num_stalled ? `${span(job.eta_s)} left` : !job.submitted_at ? "" : is_today(job.submitted_at) ? clock(job.submitted_at).slice(0, 5) : day(job.submitted_at))),
         h("span", { class: "bar", role: "progressbar", "aria-label": `progress of ${job.id}`, "aria-valuemin": "0", "aria-valuemax": "100", "aria-valuenow": Math.round(100 * job.progress) },
           h("i", { style: `width:${(100 * job.progress).toFixed(1)}%` })))));
-  keep_focus($("jobs"), items.length ? items : [h("li", { class: "soft" }, list.num_all ? "No job matches." : "No job yet.")]);
+  replace($("jobs"), items.length ? items : [h("li", { class: "soft" }, list.num_all ? "No job matches." : "No job yet.")]);
   $("num-jobs").textContent = list.num_all ? `${list.num === list.num_all ? "" : `${list.num} of `}${list.num_all}` : "";
   const options = Object.entries(STATES).map(([state, text]) => `${text} (${state ? list.counts[state] : Object.values(list.counts).reduce((sum, one) => sum + one, 0)})`);
   if ($("of-state").children.length !== options.length) $("of-state").replaceChildren(...Object.keys(STATES).map((state) => h("option", { value: state })));
@@ -226,14 +226,22 @@ function show_pager(place, list, before, after, turn) {
     turn(page);
     read();
   };
-  keep_focus(place, [
+  replace(place, [
     h("button", { type: "button", disabled: list.page > 0 ? null : "", onclick: go(list.page - 1) }, before),
     h("span", { class: "soft" }, `${list.page + 1} of ${list.pages}`),
     h("button", { type: "button", disabled: list.page + 1 < list.pages ? null : "", onclick: go(list.page + 1) }, after),
   ]);
 }
 
-function keep_focus(list, items) {
+// Replaces what a list holds; the focus stays at its place. A button that is replaced between press and release is not
+// clicked, so while one is pressed the list waits.
+const waiting = new Map(); // a list that is pressed -> the timer that replaces what it holds
+function replace(list, items) {
+  clearTimeout(waiting.get(list));
+  if (list.querySelector(":active")) {
+    waiting.set(list, setTimeout(() => replace(list, items), 50));
+    return;
+  }
   const at = [...list.querySelectorAll("a, button")].indexOf(document.activeElement);
   list.replaceChildren(...items);
   if (at >= 0) list.querySelectorAll("a, button")[at]?.focus({ preventScroll: true });
@@ -251,7 +259,7 @@ function show_hosts(list) {
       h("ul", { class: "slots" }, ...slots));
   });
   const none = list.num_all ? "No host matches." : "No worker is connected. Start one: elche-worker --coordinator HOST:PORT";
-  keep_focus($("hosts"), items.length ? items : [h("li", { class: "soft" }, none)]);
+  replace($("hosts"), items.length ? items : [h("li", { class: "soft" }, none)]);
   show_pager($("hosts-pager"), list, "Before", "Next", (page) => (wanted.host_page = page));
 }
 
@@ -281,7 +289,7 @@ function show_job(job, about) {
 function show_actions(job, about, path) {
   const [trains, paused] = [job.state === "training" || job.state === "waiting", job.state === "paused"];
   const button = (text, action, is_off = false, kind = null) => h("button", { type: "button", class: kind, disabled: is_off ? "" : null, onclick: action }, text);
-  keep_focus($("actions"), job.ended
+  replace($("actions"), job.ended
     ? [
         about.can_resume ? button("Resume", () => resume(path), false, about.outcome === "succeeded" ? null : "main") : null,
         about.model ? button("Download model", () => download(path), false, "main") : null,
@@ -421,9 +429,7 @@ function show_ranks(job, about, path) {
     const cells = cells_of(rank, job, about, path, agents[rank.host].size > 1).filter(is_shown);
     return h("tr", { class: row_class(rank, job, about) }, ...cells.map((cell, index) => h("td", { "data-name": columns[index] }, cell instanceof Node ? cell : String(cell))));
   });
-  const at = [...$("ranks").querySelectorAll("button")].indexOf(document.activeElement);
-  $("ranks").replaceChildren(head, h("tbody", {}, ...(rows.length ? rows : [h("tr", {}, h("td", { class: "soft", colspan: COLUMNS.length }, job.ended ? "No figures of its ranks were saved." : "No rank yet."))])));
-  if (at >= 0) $("ranks").querySelectorAll("button")[at]?.focus({ preventScroll: true });
+  replace($("ranks"), [head, h("tbody", {}, ...(rows.length ? rows : [h("tr", {}, h("td", { class: "soft", colspan: COLUMNS.length }, job.ended ? "No figures of its ranks were saved." : "No rank yet."))]))]);
   $("hidden-ranks").textContent = job.num_ranks_hidden ? `The slowest ${job.table.length} ranks; ${job.num_ranks_hidden} faster ones are not shown.` : "";
 }
 
