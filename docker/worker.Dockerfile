@@ -9,20 +9,24 @@ RUN python -m compileall -q -x '/(tests?|lib2to3|idlelib|ensurepip|site-packages
     "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
 
 # What torch.compile compiles with: C++ for the CPU, and C to launch its kernels on a GPU. Python's headers are there.
-RUN apt-get update -q && apt-get install -q -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+RUN apt-get update -q && apt-get install -q -y --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /usr/bin/*-lto-dump-*
 
-# Dependencies in a layer of their own, which a change of elche's source does not rebuild.
+# Dependencies in a layer of their own, which a change of elche's source does not rebuild. Nobody runs their tests here.
 RUN --mount=type=bind,source=pyproject.toml,target=pyproject.toml \
     --mount=type=bind,source=requirements.lock,target=requirements.lock \
     --mount=type=bind,source=docker/requirements.py,target=requirements.py \
     python requirements.py --without torch worker scikit-learn > /tmp/locked.txt \
-    && pip install --no-deps --require-hashes -r /tmp/locked.txt
+    && pip install --no-deps --require-hashes -r /tmp/locked.txt \
+    && find /usr/local/lib -depth -type d -name tests -exec rm -r {} +
 # TORCH_INDEX: a package index of PyTorch, such as that of its CPU builds (much smaller) or of one CUDA version; by
 # default pip's, whose build runs on a CPU and on NVIDIA GPUs. PIP_FIND_LINKS: a page with wheels. Of torch only the
 # version is locked: each build has its own hash, and its own CUDA libraries.
 ARG TORCH_INDEX= PIP_FIND_LINKS=
 RUN --mount=type=bind,source=requirements.lock,target=requirements.lock \
-    pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep -o '^torch==[^ ]*' requirements.lock)"
+    pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep -o '^torch==[^ ]*' requirements.lock)" \
+    && cd "$(python -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')" \
+    && rm -rf test bin/*[Tt]est* bin/protoc*
 RUN --mount=type=bind,target=/src,rw cd /src \
     && python docker/requirements.py hatchling > /tmp/locked.txt \
     && pip install --target /tmp/build --no-compile --no-deps --require-hashes -r /tmp/locked.txt \
