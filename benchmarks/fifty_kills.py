@@ -127,6 +127,8 @@ def main() -> None:
             "error": result.error,
             "trained_s": round(time.monotonic() - began_s, 1),
             "epochs": len(result.committed_samples),
+            "committed_samples": list(result.committed_samples),
+            "dataset_size": result.dataset_size,
             "samples_exact": set(result.committed_samples) == {result.dataset_size},
             "audit": elche_audit.lines(verdict)[-1],
             "went_back_to": sorted({part.reason for part in verdict.thrown if "went back" in part.reason}),
