@@ -15,20 +15,46 @@ from elche_coordinator.web.recordings import Recordings
 from support.real_processes import eventually
 
 
-def test_a_disk_that_is_full_for_an_hour_is_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    clock = SimpleNamespace(now_s=0.0)
-    trouble = Trouble(logging.getLogger("here"), logging.ERROR, "it fails", "it works again", now_s=lambda: clock.now_s)
+@pytest.fixture
+def clock() -> SimpleNamespace:
+    return SimpleNamespace(now_s=0.0)
+
+
+@pytest.fixture
+def trouble(clock: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> Trouble:
+    caplog.set_level(logging.INFO)
+    return Trouble(logging.getLogger("here"), logging.ERROR, "it fails", "it works again", now_s=lambda: clock.now_s)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_disk_that_is_full_for_an_hour_is_told_once_a_minute(
+    trouble: Trouble, clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(3600):
         trouble.failed("no space")
         clock.now_s += 1.0
     trouble.failed("read-only")
     trouble.succeeded()
     trouble.succeeded()
-    first, second, *_ = told = [record.getMessage() for record in caplog.records]
+    first, second, *_ = told = said(caplog)
     assert (first, second) == ("it fails: no space", "it fails, for 60 s now: no space")
     assert told[-2:] == ["it fails, for 3600 s now: read-only", "it works again, after 3600 s"]
     assert len(told) == 62
     assert trouble.reason == ""
+
+
+def test_what_comes_and_goes_is_told_once_a_minute_too(
+    trouble: Trouble, clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a disk with little room some writes succeed."""
+    for _ in range(61):
+        trouble.failed("no space")
+        trouble.succeeded()
+        clock.now_s += 1.0
+    assert said(caplog) == ["it fails: no space", "it works again, after 0 s"] * 2
 
 
 def test_records_that_cannot_be_written_are_told_once_with_their_place(

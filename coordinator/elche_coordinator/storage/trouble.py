@@ -11,7 +11,8 @@ AGAIN_S = 60.0
 
 class Trouble:
     """Something that may fail many times a minute until somebody mends it. The log says so when it begins, when its
-    reason changes, once a minute, and when it is over. May be used on any thread.
+    reason changes, once a minute, and when it is over; of what comes and goes, once a minute, too. May be used on any
+    thread.
     """
 
     def __init__(
@@ -23,7 +24,11 @@ class Trouble:
         self._lock = threading.Lock()
         self.reason = ""
         """The last failure's; empty if the last attempt succeeded."""
-        self._since_s = self._told_s = 0.0
+        self._since_s = 0.0
+        self._told = "", -AGAIN_S
+        """The reason that the log has said last, and when."""
+        self._is_end_due = False
+        """True if the log has said that it fails, and not yet that it is over."""
 
     def failed(self, reason: str) -> None:
         """Takes note of a failure."""
@@ -31,13 +36,14 @@ class Trouble:
             now_s = self._now_s()
             if not self.reason:
                 self._since_s = now_s
-            is_told = reason == self.reason and now_s - self._told_s < AGAIN_S
             self.reason = reason
-            if not is_told:
-                self._told_s = now_s
-                for_s = now_s - self._since_s
-                since = f", for {for_s:.0f} s now" if for_s >= AGAIN_S else ""
-                self._log.log(self._level, "%s%s: %s", self._problem, since, reason)
+            told, told_s = self._told
+            if reason == told and now_s - told_s < AGAIN_S:
+                return
+            self._told, self._is_end_due = (reason, now_s), True
+            for_s = now_s - self._since_s
+            since = f", for {for_s:.0f} s now" if for_s >= AGAIN_S else ""
+            self._log.log(self._level, "%s%s: %s", self._problem, since, reason)
 
     def succeeded(self) -> None:
         """Takes note of a success."""
@@ -45,4 +51,6 @@ class Trouble:
             return
         with self._lock:
             self.reason = ""
-            self._log.log(self._level, "%s, after %.0f s", self._over, self._now_s() - self._since_s)
+            if self._is_end_due:
+                self._is_end_due = False
+                self._log.info("%s, after %.0f s", self._over, self._now_s() - self._since_s)
