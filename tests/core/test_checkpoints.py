@@ -11,12 +11,13 @@ from elche_coordinator.core.messages.commands import SendEpochMetrics, SendOutco
 from elche_coordinator.core.messages.events import (
     CheckpointFailed,
     CheckpointRequested,
+    CheckpointSaved,
     EpochMetricsTaken,
     EvaluationDone,
     RankReady,
 )
 from elche_coordinator.core.messages.ids import JobId, Rank
-from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, Outcome, RoundReport
+from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, Outcome, RoundReport, UserEvent
 from elche_coordinator.simulator.saved import Saved
 from elche_coordinator.simulator.simulation import RankModel
 from support.rounds import every_way
@@ -90,6 +91,32 @@ def test_one_that_cannot_be_written_is_counted_and_training_goes_on(simulate):
     simulation.handle(CheckpointFailed(**failed, reason="no space"))
     assert simulation.training.checkpoints.num_failures == 1
     simulation.run_until(lambda: len(simulation.epochs) == 3)
+
+
+def test_the_first_that_cannot_be_written_is_told_with_its_reason_and_host(simulate):
+    """One line until one is written again: while a disk is full there may be one that fails each minute."""
+    simulation = simulate(ranks(5), epochs=6, dataset_size=600, checkpoint_every_epochs=1, checkpoint_ms=1e9)
+
+    def told_after(number: int) -> list[str]:
+        """Has the writer save the checkpoint of this number if it is the third, and else fail."""
+        simulation.run_until(lambda: len(orders()) > number)
+        order = orders()[number]
+        address = {"job_id": "job", "rank": order.rank, "incarnation": order.incarnation, "version": order.version}
+        saved = CheckpointSaved(**address, path="/c/2", size_bytes=1, duration_s=0.1)
+        failed = CheckpointFailed(**address, reason=f"/c/{number} cannot be written: no space")
+        simulation.handle(saved if number == 2 else failed)
+        return [one.text for one in simulation.reports if isinstance(one, UserEvent)]
+
+    def orders() -> list[SendOutcome]:
+        return [one for one in simulation.sent(SendOutcome) if one.checkpoint is not None]
+
+    told = [told_after(number) for number in range(4)]
+    host = simulation.job.ranks[0].host
+    words = (
+        f"cannot be written: no space, on {host}: training goes on, and would go back further if its ranks were lost"
+    )
+    first, second = f"/c/0 {words}", f"/c/3 {words}"
+    assert told == [[first], [first], [first], [first, second]]
 
 
 def test_a_rank_is_never_given_a_third_to_write(simulate):

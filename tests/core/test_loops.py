@@ -45,6 +45,7 @@ from elche_coordinator.core.messages.reports import (
     JobResult,
     MembershipReport,
     Outcome,
+    UserEvent,
 )
 from elche_coordinator.core.messages.spec import EpochWork, JobSpec
 
@@ -244,9 +245,11 @@ def test_evaluations_and_checkpoints_are_told() -> None:
     assert [type(one) for one in asked] == [SendSaveCheckpoint]
     saved = CheckpointSaved(**loop.of(0), version=Version(7), path="/c/step-7", size_bytes=10, duration_s=0.5)
     assert reports(loop.handle(saved), Checkpoint)[0].name == "step-7"
-    loop.handle(CheckpointFailed(**loop.of(0), version=Version(8), reason="full"))
+    failed = [CheckpointFailed(**loop.of(0), version=Version(number), reason="no space") for number in (8, 9)]
+    assert [one.text.partition(",")[0] for one in reports(loop.handle(failed[0]), UserEvent)] == ["no space"]
+    assert reports(loop.handle(failed[1]), UserEvent) == [], "the others are only counted"
     assert [one.path for one in loop.view.checkpoints] == ["/c/step-7"]
-    assert loop.view.num_checkpoint_failures == 1
+    assert loop.view.num_checkpoint_failures == 2
     assert loop.view.metrics == {"accuracy": 0.9}
 
 

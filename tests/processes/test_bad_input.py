@@ -128,6 +128,15 @@ def test_an_agent_that_cannot_be(
     assert said in done.complaint
 
 
+def test_an_agent_that_can_write_nowhere_takes_no_jobs(mark: Mark, tmp_path: Path) -> None:
+    """It once offered its slots, and failed all jobs that it was given, one after the other."""
+    (tmp_path / "work").write_text("no folder")
+    at = ("--coordinator", "127.0.0.1:1", "--devices", "cpu", "--work-dir", "work")
+    done = command(mark, "elche_worker.agent", *at, cwd=tmp_path, limit_s=LIMIT_S)
+    assert done.code == 2
+    assert "--work-dir work cannot be written (File exists), and every job here would fail" in done.complaint
+
+
 @pytest.mark.parametrize("verb", ["watch", "cancel"])
 def test_a_job_that_nobody_knows(cluster: Cluster, elche: Callable[..., Command], verb: str) -> None:
     done = elche(verb, "no-such-job", "--coordinator", cluster.address)

@@ -1,14 +1,17 @@
 """A work folder has an id and knows its jobs' folders, whichever agent has it."""
 
+import errno
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from elche.errors import ElcheError
 from elche_worker.agent.identity import FOLDER
-from elche_worker.agent.job_folders import ID_FILE, MOST_TOLD, RECORDS, JobFolders
+from elche_worker.agent.job_folders import ID_FILE, MOST_TOLD, RECORDS, JobFolders, check_writable
 
 
 def made(folders: JobFolders, job_id: str, folder: Path) -> Path:
@@ -83,3 +86,35 @@ def test_a_damaged_id_is_named_and_not_used(tmp_path: Path, caplog: pytest.LogCa
     assert JobFolders(tmp_path).id == ""
     (record,) = caplog.records
     assert f"{ID_FILE} is damaged; remove it" in record.getMessage()
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_work_folder_that_cannot_be_written_is_named_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    check_writable(tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []
+
+    def fail(**where: Any) -> None:
+        raise OSError(code, os.strerror(code), str(where["dir"]))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", fail)
+    with pytest.raises(ElcheError, match=rf"--work-dir .*new cannot be written \({os.strerror(code)}\)"):
+        check_writable(tmp_path / "new")
+
+
+def test_a_full_disk_is_found_though_empty_files_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def __enter__(self) -> "Full":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def write(self, data: bytes) -> None:
+            if data:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda **where: Full())
+    with pytest.raises(ElcheError, match="No space left on device"):
+        check_writable(tmp_path)

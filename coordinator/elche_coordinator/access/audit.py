@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -44,7 +45,7 @@ class _File(RotatingFileHandler):
 
     def handleError(self, record: LogRecord) -> None:  # noqa: N802
         """Logs an error of writing to the coordinator's log."""
-        log.error("audit.jsonl cannot be written: %s", record.getMessage())
+        log.error("%s cannot be written: %s: %s", self.baseFilename, sys.exception(), record.getMessage())
 
 
 class Audit:

@@ -16,6 +16,7 @@ from elche_coordinator.core.records.histogram import PERSIST_SECONDS, Histogram
 from elche_coordinator.storage.job_rows import Record
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.storage.store import JobRow, Replaced, SavedState, StoreFailed
+from elche_coordinator.storage.trouble import Trouble
 from elche_coordinator.storage.unpickling import sealed
 
 log = logging.getLogger(__name__)
@@ -83,13 +84,22 @@ class Writer:
         self.row_bytes: dict[str, int] = {}
         """Size of each job's newest row that was written."""
         self.num_failures = 0
-        self.failing = ""
-        """The error of the last write; empty if it succeeded."""
+        self._trouble = Trouble(
+            log,
+            logging.ERROR,
+            f"records cannot be written to {store.name}, jobs wait until they can",
+            f"records are written to {store.name} again, and jobs go on",
+        )
         self.durations = Histogram(PERSIST_SECONDS)
         self._full_until_s = 0.0
         """Until then, by `time.monotonic`, each write fails on purpose."""
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
         self._thread.start()
+
+    @property
+    def failing(self) -> str:
+        """The error of the last write; empty if it succeeded."""
+        return self._trouble.reason
 
     def write(self, batch: Transaction) -> None:
         """Queues a batch to be written."""
@@ -157,12 +167,11 @@ class Writer:
                 )
                 self.num_bytes += len(entries)
                 self.durations.extend([time.monotonic() - started_s])
-                self.failing = ""
+                self._trouble.succeeded()
                 return True
             except StoreFailed as error:
                 self.num_failures += 1
-                self.failing = error.reason
-                log.error("records cannot be written, jobs wait until they can: %s", self.failing)
+                self._trouble.failed(error.reason)
                 if self._stopped.wait(RETRY_S):
                     return False
             except Replaced as error:

@@ -20,6 +20,7 @@ from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.driver import Driver
 from elche_coordinator.limits.budgets import MAX_TIMELINES_BYTES, MAX_TIMELINES_BYTES_OF_USER, Held
 from elche_coordinator.limits.sharing import Owner, crowded_out, one_user
+from elche_coordinator.storage.trouble import Trouble
 from elche_coordinator.streams.report_text import describe_report
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,12 @@ class Timelines:
     def __init__(self, folder: Path, driver: Driver, owner: Owner = one_user) -> None:
         self._folder = folder
         self._owner = owner
+        self._trouble = Trouble(
+            log,
+            logging.WARNING,
+            f"timelines cannot be written in {folder}, and lack what is not",
+            f"timelines are written in {folder} again",
+        )
         self._driver = driver
         self._open: dict[str, _Open] = {}
         """Timelines by job."""
@@ -224,14 +231,15 @@ class Timelines:
         return taken
 
     def _write(self, taken: dict[str, list[str]]) -> None:
-        """Appends lines to the files. On `OSError` logs a warning and drops the lines."""
+        """Appends lines to the files. Drops those that cannot be written, and the log has a warning."""
         for job_id, lines in taken.items():
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 with self._path(job_id).open("a", encoding="utf-8") as file:
                     file.write("\n".join(lines) + "\n")
+                self._trouble.succeeded()
             except OSError as error:
-                log.warning("job=%s the timeline cannot be written: %s", job_id, error)
+                self._trouble.failed(error.strerror or str(error))
 
     def _make_room(self, in_use: Collection[str]) -> None:
         found = [(path.stat(), path) for path in self._folder.glob("*.jsonl") if path.stem not in in_use]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elche_coordinator.limits.sharing import Owner, crowded_out, one_user
+from elche_coordinator.storage.trouble import Trouble
 from elche_coordinator.web.recorder import (
     MAX_EVENTS,
     MAX_NAMES,
@@ -49,9 +50,15 @@ class Recordings:
     def __init__(self, folder: Path, owner: Owner = one_user) -> None:
         self._folder = folder
         self._owner = owner
+        self._trouble = Trouble(
+            log,
+            logging.WARNING,
+            f"what the page shows of jobs cannot be saved in {folder}, and is lost when this coordinator ends",
+            f"what the page shows of jobs is saved in {folder} again",
+        )
 
     def save(self, job_id: str, recording: JobRecording, ranks: Iterable[int], shown: Mapping[str, Any]) -> None:
-        """Writes the recording of a job, atomically. On `OSError` logs a warning."""
+        """Writes the recording of a job, atomically. Of an `OSError` the log has a warning."""
         content = {"format": FORMAT, "shown": shown, **_to_json(recording, ranks)}
         text = json.dumps(content, separators=(",", ":"), allow_nan=False)
         path, new = self._path(job_id), self._path(job_id).with_suffix(".new")
@@ -63,8 +70,9 @@ class Recordings:
                 file.write(text)
             new.replace(path)
             self._remove_old()
+            self._trouble.succeeded()
         except OSError as error:
-            log.warning("job=%s its recording cannot be saved: %s", job_id, error)
+            self._trouble.failed(error.strerror or str(error))
 
     def load(self, job_id: str) -> SavedRecording | None:
         """The recording of a job; None when there is none. A damaged file is renamed to end in .damaged."""

@@ -4,10 +4,12 @@ import logging
 import os
 import re
 import secrets
+import tempfile
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
+from elche.errors import ElcheError
 from elche.folders import keep_out
 from elche_worker.agent.identity import FOLDER
 
@@ -17,8 +19,23 @@ ID_FILE = "work-folder"
 """File with the id of the work folder."""
 RECORDS = "jobs"
 """Folder with a file for each job, named by its id: the job's output folder, relative to the work folder if inside."""
+NEEDED_BYTES = 1 << 16
+"""Room that a worker needs at least to begin: for a job's file and its first lines of output."""
 MOST_TOLD = 500
 """Most jobs, the newest ones, that a coordinator is told. It finds older ones by the id of the work folder."""
+
+
+def check_writable(work_dir: Path) -> None:
+    """Raises `ElcheError` if nothing can be written there: every job that such a worker was given would fail."""
+    try:
+        work_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=work_dir) as file:
+            file.write(bytes(NEEDED_BYTES))
+    except OSError as error:
+        raise ElcheError(
+            f"--work-dir {work_dir} cannot be written ({error.strerror}), and every job here would fail: make room, "
+            "give it to this user, or name another folder"
+        ) from error
 
 
 class JobFolders:

@@ -172,11 +172,13 @@ def main(
     """
     use_utf8()
     from elche_worker.agent.agent import Agent
+    from elche_worker.agent.job_folders import check_writable
     from elche_worker.agent.notices import watch
 
     set_up(log_format)
     try:
         split_addresses(coordinator)
+        check_writable(work_dir)
         if interface:
             interface_address(interface)
             # `=`: NCCL would otherwise take each interface whose name begins with this one.

@@ -21,6 +21,7 @@ from elche_coordinator.core.messages.events import (
 from elche_coordinator.core.messages.ids import Attempt, GenerationId, Rank
 from elche_coordinator.core.messages.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, RankResult
 from elche_coordinator.core.records.ranks import RankRecord
+from elche_coordinator.core.results.checkpoints import failure
 from elche_coordinator.core.results.tally import EpochTally
 
 MAX_EPOCHS_OPEN = 4
@@ -50,6 +51,8 @@ class Loop(Job):
         self.checkpoints: list[Checkpoint] = []
         """Complete checkpoints, oldest first, each path once; at most `MAX_CHECKPOINTS`."""
         self.num_checkpoint_failures = 0
+        self._is_checkpoint_failing = False
+        """True if one could not be written since the newest that is complete."""
         self.saved_at_s: float | None = None
         """Time at which the newest checkpoint was complete."""
         self.num_epochs = 0
@@ -95,7 +98,7 @@ class Loop(Job):
             case CheckpointSaved():
                 self._on_checkpoint_saved(event, now_s)
             case CheckpointFailed():
-                self.num_checkpoint_failures += 1
+                self._on_checkpoint_failed(record, event)
             case _:
                 self.refuse_now(event, "it is a loop of the user's own")
 
@@ -198,6 +201,12 @@ class Loop(Job):
         report = EvaluationReport(epoch=event.epoch, metrics=self.metrics, duration_s=event.duration_ms / 1000)
         self.outbox.publish(report)
 
+    def _on_checkpoint_failed(self, record: RankRecord, event: CheckpointFailed) -> None:
+        self.num_checkpoint_failures += 1
+        if not self._is_checkpoint_failing and self.result is None:  # nothing follows the result
+            self.outbox.publish(failure(event, record.host))
+        self._is_checkpoint_failing = True
+
     def _on_checkpoint_saved(self, event: CheckpointSaved, now_s: float) -> None:
         """Records a complete checkpoint."""
         saved = Checkpoint(
@@ -212,6 +221,7 @@ class Loop(Job):
         )
         self.checkpoints = [*(one for one in self.checkpoints if one.path != saved.path), saved][-MAX_CHECKPOINTS:]
         self.saved_at_s = now_s
+        self._is_checkpoint_failing = False
         self.outbox.publish(saved)
 
     def save(self) -> None:

@@ -7,10 +7,18 @@ from typing import Any
 from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.events import CheckpointFailed, CheckpointSaved
 from elche_coordinator.core.messages.ids import Attempt, Epoch, Rank, Version
-from elche_coordinator.core.messages.reports import Checkpoint
+from elche_coordinator.core.messages.reports import Checkpoint, UserEvent
 
 MAX_WRITING = 2
 """Most checkpoints that one rank has in memory until they are written."""
+
+
+def failure(event: CheckpointFailed, host: str) -> UserEvent:
+    """The report of a checkpoint that cannot be written: the first one since the newest that was. Those that follow are
+    only counted, as there may be many until somebody makes room.
+    """
+    text = f"{event.reason}, on {host}: training goes on, and would go back further if its ranks were lost"
+    return UserEvent(rank=event.rank, text=text)
 
 
 @dataclass(slots=True)
@@ -26,6 +34,8 @@ class Checkpoints:
     """Complete checkpoints, oldest first."""
     num_failures: int = 0
     """Checkpoints that were not written: failed, lost with their writer, or refused because it had too many."""
+    is_failing: bool = False
+    """True if a writer could not write one since the newest that is complete."""
     saved_at_s: float | None = None
     """Time at which the newest one was complete."""
     _writing: dict[Version, tuple[Rank, Checkpoint]] = field(default_factory=dict)
@@ -136,6 +146,7 @@ class Checkpoints:
             return None
         del self._writing[event.version]
         self.saved_at_s = now_s
+        self.is_failing = False
         saved = replace(
             begun,
             path=event.path,
@@ -159,6 +170,7 @@ class Checkpoints:
         del self._writing[event.version]
         self._is_requested |= event.is_late
         self.num_failures += not event.is_late
+        self.is_failing |= not event.is_late
         return True
 
     def lose_writer(self, rank: Rank) -> None:
