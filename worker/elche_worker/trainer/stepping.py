@@ -293,8 +293,8 @@ class Stepper:
         if not self._has_warned_of_clipping and is_any_clipped(self._optimizers.parameters_of(keys)):
             self._has_warned_of_clipping = True
             self._notice(
-                "gradients are clipped before they are averaged, each rank's by their own norm. To clip the average, "
-                "as one device would, call trainer.average_gradients() before clip_grad_norm_(), and step() after it"
+                "gradients are clipped before they are averaged, so that each rank clips its own. To clip the average, "
+                "as one device would, call trainer.average_gradients() before they are clipped, and step() after it"
             )
 
     def _warn_of_stretched_batch(self) -> None:

@@ -52,6 +52,7 @@ from elche_coordinator.core.records.ranks import RankRecord, highest_staying, pr
 from elche_coordinator.core.results.counts import Counts
 from elche_coordinator.core.rounds.generation import Generation
 
+
 class ManagedJob(PlacedJob):
     """Starts, groups and trains its ranks. In each attempt `training` and `membership` are None until all ranks are
     ready and agree.
