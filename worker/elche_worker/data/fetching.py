@@ -107,8 +107,7 @@ class Fetch:
         index: int | None = None
         try:
             if indices and isinstance(self._dataset, Shards):
-                epoch = getattr(indices, "epoch", 0)
-                return self._dataset.read(indices, epoch=epoch, seed=self._seed if is_seeded else None)
+                return self._dataset.read(indices, epoch=_epoch_of(indices), seed=self._seed if is_seeded else None)
             if indices and self._tensors is not None:
                 return CollatedBatch([tensor[indices] for tensor in self._tensors])
             if indices and hasattr(self._dataset, "__getitems__"):
@@ -130,7 +129,7 @@ class Fetch:
     def _seed_of(self, indices: list[int]) -> int:
         """The seed of a batch: of the batch alone, so that what is drawn does not depend on the worker or the rank."""
         # A tuple of whole numbers has the same hash in every process, whatever PYTHONHASHSEED is.
-        return hash((self._seed, getattr(indices, "epoch", 0), indices[0])) & 0xFFFFFFFF
+        return hash((self._seed, _epoch_of(indices), indices[0])) & 0xFFFFFFFF
 
     def collate(self, samples: list[Any] | FetchError) -> Any:
         """Collates samples into a batch, or returns a `FetchError`. None for no samples, and where the job's
@@ -176,6 +175,11 @@ class Fetch:
             )
         raised = describe_raised(error, self._file_name)
         return FetchError(str(raised), raised.traceback, error)
+
+
+def _epoch_of(indices: list[int]) -> int:
+    """The epoch of `Indices`; 0 of a plain list."""
+    return getattr(indices, "epoch", 0)
 
 
 def begin_worker(of_user: Callable[[int], None] | None, worker: int) -> None:
