@@ -657,6 +657,26 @@ def test_gradients_that_are_clipped_before_they_are_averaged_are_named_once(
     assert "clipped" not in second
 
 
+def call_wrapped(is_early: bool) -> None:
+    model = new_model()
+    wrapped = nn.parallel.DistributedDataParallel(model) if is_early else model
+    with Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu")) as trainer:
+        wrapped = wrapped if is_early else nn.parallel.DistributedDataParallel(model)
+        with torch.no_grad():
+            wrapped(torch.ones(2, 6))
+        model(torch.ones(2, 6)).sum().backward()
+        trainer.step()
+        wrapped(torch.ones(2, 6)).sum().backward()
+        trainer.step()
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_model_that_is_called_through_ddp_is_refused(worlds: Worlds, is_early: bool) -> None:
+    """DDP's average weighed ranks alike, whatever their samples, and the trainer's changed nothing of it."""
+    for raised in worlds.run(2, call_wrapped, is_early, may_raise=True):
+        assert "the model is called through DistributedDataParallel, which averages gradients itself" in raised.message
+
+
 @pytest.mark.parametrize(
     ("device", "has_el_che", "words"), [("cuda", True, "TrainerConfig(max_anchor=0)"), ("cuda", False, "")]
 )
