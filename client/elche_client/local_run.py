@@ -156,18 +156,18 @@ class LocalRun:
         self.folder = make_folder(self.out, Path(self.options.name or self.path.stem).name)
         self._write_command(self.folder, source, options)
         # Unbuffered: `elche replay` and `elche audit` have each round that a killed run has heard of.
-        self._cadence = (self.folder / CADENCE).open("ab", buffering=0)
-        self._start_log_tail(self.folder)
-        address = self._start_coordinator(coordinator, self.folder)
-        self._begin_agent(agent, self.folder, address, slots)
-        options = replace(options, output_dir=str(self.folder.resolve()))
-        try:
-            with Client(address, token=self.token, tls="", reconnect_s=RECONNECT_S) as client:
-                handle = client.submit_options(self.path, options)
-                self.record.job_id = handle.id
-                followed = self._follow(handle)
-        except Unreachable as error:
-            raise self._explain(error) from error
+        with (self.folder / CADENCE).open("ab", buffering=0) as self._cadence:
+            self._start_log_tail(self.folder)
+            address = self._start_coordinator(coordinator, self.folder)
+            self._begin_agent(agent, self.folder, address, slots)
+            options = replace(options, output_dir=str(self.folder.resolve()))
+            try:
+                with Client(address, token=self.token, tls="", reconnect_s=RECONNECT_S) as client:
+                    handle = client.submit_options(self.path, options)
+                    self.record.job_id = handle.id
+                    followed = self._follow(handle)
+            except Unreachable as error:
+                raise self._explain(error) from error
         if followed[0].state is JobState.SUCCEEDED:  # its ranks have left, with all output read
             self.processes.ask_to_end()
         return followed

@@ -102,7 +102,7 @@ def read_source(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(MAX_SOURCE_BYTES + 1)
         _require(len(content) <= MAX_SOURCE_BYTES, f"{path} is larger than {MAX_SOURCE_BYTES} bytes (1 MiB)")
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")  # Python, too, takes a file with a byte order mark
     except OSError as error:
         raise InvalidJob(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

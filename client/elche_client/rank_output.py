@@ -148,7 +148,10 @@ class LogTail:
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
-        return list(self._read(is_last=True))
+        late = list(self._read(is_last=True))
+        for log in self._logs.values():
+            log.file.close()
+        return late
 
     def _run(self) -> None:
         while not self._stopped.wait(POLL_S):

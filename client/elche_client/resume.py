@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from codecs import BOM_UTF8
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -134,11 +135,16 @@ def _refuse_complete(run: Path, options: JobOptions, more: str) -> None:
         )
 
 
+def _text_of(path: Path) -> bytes:
+    """A file's content without a byte order mark, and with line ends as Python reads them: a copy may lack both."""
+    return path.read_bytes().removeprefix(BOM_UTF8).replace(b"\r\n", b"\n")
+
+
 def _source(folder: Path, original: Path) -> Path:
     """The user's file at its original path, so that its imports are found; the checkpoint's copy if it has changed."""
     copy = folder / SOURCE
     try:
-        if original.read_bytes() == copy.read_bytes():
+        if _text_of(original) == _text_of(copy):
             return original
         what = "has changed since the checkpoint"
     except OSError as error:

@@ -91,7 +91,7 @@ def folder_of(path: str | os.PathLike[str], folder: str | os.PathLike[str] | Non
 
 def _own_folder(path: Path) -> Path:
     try:
-        package, root = package_of(path.read_text(encoding="utf-8"), str(path))
+        package, root = package_of(path.read_text(encoding="utf-8-sig"), str(path))
     except (OSError, UnicodeDecodeError):  # whoever reads the file says so
         return path.parent
     return Path(root) if "." in package else path.parent

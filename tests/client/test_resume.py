@@ -155,11 +155,14 @@ def test_the_file_is_the_one_that_has_made_the_checkpoint(
     original.write_text(copy.read_text())
     go_on(tmp_path, JobOptions())
     assert "its copy" not in capsys.readouterr().err
+    original.write_bytes(b"\xef\xbb\xbf" + copy.read_bytes().replace(b"\n", b"\r\n"))
+    go_on(tmp_path, JobOptions())
+    assert "its copy" not in capsys.readouterr().err, "as some editors save it"
     original.write_text("job = 'now'")
     go_on(tmp_path, JobOptions())
     assert f"{original} has changed since the checkpoint; its copy in the checkpoint is used" in capsys.readouterr().err
     go_on(tmp_path, JobOptions(), another)
-    assert [path for _, _, path in begun] == [copy, original, copy, another]
+    assert [path for _, _, path in begun] == [copy, original, original, copy, another]
     assert begun[-1][1].name == "", "another file, another name"
     copy.write_text("")
     with pytest.raises(InvalidJob, match=r"train\.py has changed since .* and the checkpoint has no copy of it: elche"):

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_value_
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset, default_collate
 
 from elche.errors import Misuse
@@ -413,6 +414,18 @@ def without_first(items: list[Any]) -> Any:
     return default_collate(items[1:]) if len(items) > 1 else None
 
 
+def test_a_batch_size_that_is_changed_behind_the_trainer_is_refused() -> None:
+    """Batches kept the size that the loader had at first, in silence."""
+    model = new_model()
+    with Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu")) as trainer:
+        loader = DataLoader(samples(12), batch_size=4)
+        trainer.set_data_loader(loader, names=("x", "y"))
+        assert len([*trainer.epoch(0)]) == 3
+        loader.batch_sampler.batch_size = 6
+        with pytest.raises(Misuse, match=r"another batch_size \(4 before\): attach a loader of that batch size"):
+            next(iter(trainer.epoch(1)))
+
+
 def test_a_closed_trainer_says_so() -> None:
     model = new_model()
     with Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu")) as trainer:
@@ -597,7 +610,16 @@ def test_a_step_of_scaled_gradients_is_refused(does: str) -> None:
     trainer.close()
 
 
-def clip(averages: bool, max_norm: float) -> str:
+CLIPS = {
+    "norm": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    "infinite norm": lambda model: nn.utils.clip_grad_norm_(model.parameters(), math.inf),
+    "value": lambda model: clip_grad_value_(model.parameters(), 0.01),  # imported before any trainer
+    "named value": lambda model: nn.utils.clip_grad_value_(model.parameters(), clip_value=0.01),
+    "infinite value": lambda model: nn.utils.clip_grad_value_(model.parameters(), clip_value=math.inf),
+}
+
+
+def clip(averages: bool, how: str) -> str:
     model, config = new_model(), TrainerConfig(max_anchor=0, overlap=False)
     with (
         contextlib.redirect_stderr(io.StringIO()) as said,
@@ -607,19 +629,52 @@ def clip(averages: bool, max_norm: float) -> str:
             model(torch.ones(2, 6) + dist.get_rank()).sum().backward()
             if averages:
                 trainer.average_gradients()
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            CLIPS[how](model)
             trainer.step()
     return said.getvalue()
 
 
-@pytest.mark.parametrize(("averages", "max_norm", "count"), [(False, 0.1, 1), (True, 0.1, 0), (False, math.inf, 0)])
+@pytest.mark.parametrize(
+    ("averages", "how", "count"),
+    [
+        (False, "norm", 1),
+        (True, "norm", 0),
+        (False, "infinite norm", 0),
+        (False, "value", 1),
+        (False, "named value", 1),
+        (True, "value", 0),
+        (False, "infinite value", 0),
+    ],
+)
 def test_gradients_that_are_clipped_before_they_are_averaged_are_named_once(
-    worlds: Worlds, averages: bool, max_norm: float, count: int
+    worlds: Worlds, averages: bool, how: str, count: int
 ) -> None:
-    """A loop that kept `clip_grad_norm_` where one device has it trained otherwise than on one, in silence."""
-    first, second = worlds.run(2, clip, averages, max_norm)
+    """A loop that kept `clip_grad_norm_`, or `clip_grad_value_`, where one device has it trained otherwise than on one,
+    in silence.
+    """
+    first, second = worlds.run(2, clip, averages, how)
     assert first.count("gradients are clipped before they are averaged") == count
     assert "clipped" not in second
+
+
+def call_wrapped(is_early: bool) -> None:
+    model = new_model()
+    wrapped = nn.parallel.DistributedDataParallel(model) if is_early else model
+    with Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu")) as trainer:
+        wrapped = wrapped if is_early else nn.parallel.DistributedDataParallel(model)
+        with torch.no_grad():
+            wrapped(torch.ones(2, 6))
+        model(torch.ones(2, 6)).sum().backward()
+        trainer.step()
+        wrapped(torch.ones(2, 6)).sum().backward()
+        trainer.step()
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_model_that_is_called_through_ddp_is_refused(worlds: Worlds, is_early: bool) -> None:
+    """DDP's average weighed ranks alike, whatever their samples, and the trainer's changed nothing of it."""
+    for raised in worlds.run(2, call_wrapped, is_early, may_raise=True):
+        assert "the model is called through DistributedDataParallel, which averages gradients itself" in raised.message
 
 
 @pytest.mark.parametrize(

@@ -290,8 +290,11 @@ job = dataclasses.replace(job, epochs=1)
 
 
 def test_a_file_may_do_what_scripts_do(elche: Callable[..., Command], cluster: Cluster, job_file: JobFile) -> None:
-    """Read arguments, of which there are none; print at exit; fork."""
+    """Read arguments, of which there are none; print at exit; fork; begin with a byte order mark, as some editors save
+    files: that was told as a syntax error.
+    """
     path = job_file("linear.py", "import dataclasses", AS_A_SCRIPT)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
     done = elche("submit", str(path), "--ranks", "2", "--watch", "--coordinator", cluster.coordinator.address)
     assert done.code == 0, done.err
     assert "said at exit" not in done.out

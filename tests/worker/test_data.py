@@ -1,5 +1,6 @@
 """Data sets as jobs give them: shards that are read in order, draws by weight, and what is refused with a reason."""
 
+import random
 import sqlite3
 from collections import UserDict
 from collections.abc import Iterator
@@ -141,6 +142,61 @@ def test_a_stream_that_divides_itself_among_worker_processes_gives_all_it_has(mo
     monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", two)
     assert Shards([6], stream).__getitems__(list(range(6))) == list(range(6))
     assert get_worker_info() is two
+
+
+@pytest.mark.parametrize("is_worker", [False, True])
+def test_a_stream_that_shuffles_itself_gives_each_sample_once_to_several_readers(
+    monkeypatch: pytest.MonkeyPatch, is_worker: bool
+) -> None:
+    """Each rank and worker process shuffled otherwise: of an epoch, a quarter of the samples was never trained, in
+    silence.
+    """
+
+    class Buffered(IterableDataset[int]):
+        """A buffer for shuffling, which draws as it is read."""
+
+        def __len__(self) -> int:
+            return 40
+
+        def __iter__(self) -> Iterator[int]:
+            held = list(range(8))
+            for number in range(8, 40):
+                at = random.randrange(8)
+                yield held[at]
+                held[at] = number
+            yield from (held[at] for at in torch.randperm(8))
+
+    if is_worker:
+        monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", SimpleNamespace(id=1, num_workers=2))
+    readers = [Fetch(as_dataset(Buffered(), "train.py"), None, "train.py", seed=3) for _ in range(2)]
+
+    def read(epoch: int, batch_size: int) -> list[int]:
+        """The epoch's samples, of which the readers take batches in turn."""
+        found: list[int] = []
+        for number, start in enumerate(range(0, 40, batch_size)):
+            random.seed(number)  # other code draws, too
+            indices = Indices([*range(start, start + batch_size)], epoch)
+            reader = readers[number % 2]
+            found += reader.__getitems__(indices) if is_worker else reader.batch(indices).tolist()
+        return found
+
+    orders = [read(0, 4), read(1, 4)]
+    assert [sorted(one) for one in orders] == [[*range(40)]] * 2
+    assert orders[0] != orders[1]
+    assert [read(0, 8), read(1, 5)] == orders
+    readers = readers[:1] * 2
+    assert read(0, 4) == orders[0]
+
+
+def test_a_stream_that_is_read_draws_nothing_of_other_code() -> None:
+    def stream(_: int) -> Iterator[float]:
+        yield from (random.random() for _ in range(4))
+
+    shards = Shards([4], stream)
+    random.seed(5)
+    expected = random.Random(5).random()
+    assert len({*shards.read([0, 1], seed=0), *shards.read([2, 3], seed=0)}) == 4
+    assert random.random() == expected
 
 
 def test_shards_can_be_iterated_like_any_sequence() -> None:

@@ -224,7 +224,21 @@ def test_data_that_are_dear_to_read_are_not_read_for_long_and_streams_not_at_all
     assert not look_at(Slow(), 0, budget_s=0, least_s=0).samples
     assert len(reads) == 2, "by this thread, and by another one"
     assert len(look_at(Slow(), 0, budget_s=0, least_s=100).samples) == 2, "as many as are compared at least"
-    assert not look_at(Shards([5], lambda index: pytest.fail("opened")), 0).samples
+    assert not look_at(Shards([5], lambda index: range(5)), 0).samples
+
+
+def test_a_stream_that_shuffles_itself_is_read_by_the_thread_that_trains_or_told() -> None:
+    own = random.Random(0)
+    streams = {
+        "in order": lambda _: range(99),
+        "elche's": lambda _: random.sample(range(99), 99),
+        "its own": lambda _: own.sample(range(99), 99),
+        "seeded": lambda _: random.Random(0).sample(range(99), 99),
+    }
+    looked = {name: look_at(Shards([99], stream), 0) for name, stream in streams.items()}
+    assert [name for name, one in looked.items() if one.is_for_one_thread] == ["elche's"]
+    assert [name for name, one in looked.items() if one.is_unsteady] == ["its own"]
+    assert not any(one.samples or one.are_random for one in looked.values())
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch.utils.data._utils import worker
 from elche.errors import InvalidJob
 from elche.output import notice
 from elche.permutation import permutation_slice
+from elche_worker.device.rng import capture_rng_state, restore_rng_state, seed_host
 
 COLUMNS = (torch.Tensor, np.ndarray, list)
 MAX_COLUMNS = 8
@@ -31,8 +32,9 @@ class Shards:
 
     `open(index)` returns an iterable over the samples of a part, and `sizes[index]` is their number. A rank reads a
     part to its end before it begins another, and every sample counts once per epoch. The order within a part is kept;
-    the order of parts is shuffled in every epoch. With `num_workers` above 1, each worker process reads all parts and
-    skips the samples of the others.
+    the order of parts is shuffled in every epoch. Several ranks and worker processes may read the same part, each of
+    them from its beginning, and skip the samples of the others: so a part must give the same samples in the same order
+    to each.
     """
 
     def __init__(self, sizes: Sequence[int], open: Callable[[int], Iterable[Any]]) -> None:
@@ -48,15 +50,42 @@ class Shards:
         self._next = 0
         """Position of the next sample of the open part."""
         self._samples: Iterator[Any] = iter(())
+        self._seed: int | None = None
+        self._epoch = 0
+        """The `read` for which the part was opened."""
+        self._random: dict[str, Any] | None = None
+        """The state in which the open part has left the random generators; None if none is open, or without a seed."""
 
     def __len__(self) -> int:
         return self._starts[-1]
 
+    def read(self, positions: Sequence[int], *, epoch: int = 0, seed: int | None = None) -> list[Any]:
+        """The samples at these positions; efficient when they are consecutive.
+
+        With a seed, what a part draws of random numbers follows from seed, epoch and part alone, so that a stream that
+        shuffles its samples does so alike wherever it is read. No other thread may draw random numbers meanwhile.
+        """
+        if (seed, epoch) != (self._seed, self._epoch):
+            self._seed, self._epoch, self._shard, self._random = seed, epoch, -1, None
+        if seed is None:
+            return [self._at(position) for position in positions]
+        before = capture_rng_state(of_gpu=False)
+        try:
+            if self._random is not None:
+                restore_rng_state(self._random)
+            return [self._at(position) for position in positions]
+        finally:
+            self._random = capture_rng_state(of_gpu=False)
+            restore_rng_state(before)
+
     def __getitems__(self, positions: list[int]) -> list[Any]:
-        """The samples at these positions; efficient when they are consecutive."""
-        return [self[position] for position in positions]
+        """`read` without a seed."""
+        return self.read(positions)
 
     def __getitem__(self, position: int) -> Any:
+        return self.read([position])[0]
+
+    def _at(self, position: int) -> Any:
         if not 0 <= position < len(self):
             raise IndexError(f"position {position} is out of range: the shards have {len(self)} samples")
         shard = int(np.searchsorted(self._starts, position, side="right")) - 1
@@ -65,6 +94,8 @@ class Shards:
 
     def _read(self, shard: int, position: int) -> Any:
         if shard != self._shard or position < self._next:  # a part can only be read on: to go back, it is opened again
+            if self._seed is not None:
+                seed_host(hash((self._seed, self._epoch, shard)) & 0xFFFFFFFF)
             self._shard, self._next, self._samples = shard, self._starts[shard], iter(self._open(shard))
         while self._next <= position:
             try:

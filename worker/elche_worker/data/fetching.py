@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
 from elche.errors import InvalidJob
+from elche_worker.data.dataset import Shards
 from elche_worker.device.rng import host_seeded, seed_host
 from elche_worker.device.transfer import InParts, bounds_of
 from elche_worker.user.loading import UserCodeRaised, describe_raised
@@ -90,17 +91,23 @@ class Fetch:
 
     def __getitems__(self, indices: list[int]) -> list[Any] | FetchError:
         """The samples at these indices."""
-        samples = self._samples_at(indices)
+        is_worker = get_worker_info() is not None
+        if indices and is_worker:
+            seed_host(self._seed_of(indices))
+        return self._samples(indices, is_seeded=is_worker)
+
+    def _samples(self, indices: list[int], *, is_seeded: bool) -> list[Any] | FetchError:
+        samples = self._samples_at(indices, is_seeded=is_seeded)
         if self._num_parts > 1 and isinstance(samples, list):
             samples = Samples(samples)
             samples.num_parts = min(self._num_parts, len(samples), getattr(indices, "max_parts", len(samples)))
         return samples
 
-    def _samples_at(self, indices: list[int]) -> list[Any] | FetchError:
+    def _samples_at(self, indices: list[int], *, is_seeded: bool) -> list[Any] | FetchError:
         index: int | None = None
-        if indices and get_worker_info() is not None:
-            seed_host(self._seed_of(indices))
         try:
+            if indices and isinstance(self._dataset, Shards):
+                return self._dataset.read(indices, epoch=_epoch_of(indices), seed=self._seed if is_seeded else None)
             if indices and self._tensors is not None:
                 return CollatedBatch([tensor[indices] for tensor in self._tensors])
             if indices and hasattr(self._dataset, "__getitems__"):
@@ -117,12 +124,12 @@ class Fetch:
         is as in a worker process; other code goes on with its own random numbers.
         """
         with host_seeded(self._seed_of(indices)):
-            return self.collate(self.__getitems__(indices))
+            return self.collate(self._samples(indices, is_seeded=True))
 
     def _seed_of(self, indices: list[int]) -> int:
         """The seed of a batch: of the batch alone, so that what is drawn does not depend on the worker or the rank."""
         # A tuple of whole numbers has the same hash in every process, whatever PYTHONHASHSEED is.
-        return hash((self._seed, getattr(indices, "epoch", 0), indices[0])) & 0xFFFFFFFF
+        return hash((self._seed, _epoch_of(indices), indices[0])) & 0xFFFFFFFF
 
     def collate(self, samples: list[Any] | FetchError) -> Any:
         """Collates samples into a batch, or returns a `FetchError`. None for no samples, and where the job's
@@ -168,6 +175,11 @@ class Fetch:
             )
         raised = describe_raised(error, self._file_name)
         return FetchError(str(raised), raised.traceback, error)
+
+
+def _epoch_of(indices: list[int]) -> int:
+    """The epoch of `Indices`; 0 of a plain list."""
+    return getattr(indices, "epoch", 0)
 
 
 def begin_worker(of_user: Callable[[int], None] | None, worker: int) -> None:

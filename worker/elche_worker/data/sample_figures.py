@@ -47,6 +47,8 @@ class Looked:
     """True if reading a sample draws random numbers."""
     is_bound: bool = False
     """True if this thread can read a sample, and another one cannot."""
+    is_unsteady: bool = False
+    """True of a stream that gives another first sample when it is read again, with random generators seeded alike."""
 
     @property
     def is_for_one_thread(self) -> bool:
@@ -63,14 +65,15 @@ def look_at(
     least_s: float = LEAST_BUDGET_S,
 ) -> Looked:
     """Reads some samples, each several times with random generators seeded differently. Leaves out samples that raise,
-    and those for which there is no time: `least_s` for the fewest that are compared, then `budget_s` in all. Reads none
-    of a stream, since it would be read from its beginning.
+    and those for which there is no time: `least_s` for the fewest that are compared, then `budget_s` in all. Of a
+    stream it reads the first sample alone, since each is read from the beginning.
     `collate_fn` is called with one sample, to see if it draws random numbers.
     """
-    if isinstance(dataset, Shards):
-        return Looked()
     fetch, began_s = Fetch(dataset, collate_fn, ""), time.monotonic()
     until_s = began_s + max(budget_s, least_s)
+    if isinstance(dataset, Shards):
+        reads, draws = _read(fetch, 0, seed, until_s, step=0)
+        return Looked(draws=draws, is_unsteady=not all(are_alike(reads[0], one) for one in reads[1:]))
     found: list[rank_pb2.SampleRead] = []
     draws = False
     is_bound: bool | None = None
@@ -118,9 +121,11 @@ def _collating_draws(fetch: Fetch, index: int, seed: int) -> bool:
         return host_state() != before
 
 
-def _read(fetch: Fetch, index: int, seed: int, until_s: float) -> tuple[list[list[list[float]]], bool]:
+def _read(
+    fetch: Fetch, index: int, seed: int, until_s: float, *, step: int = 1
+) -> tuple[list[list[list[float]]], bool]:
     """The sample's figures, of `NUM_READS` reads, or of fewer where it raises or there is no time; and whether random
-    numbers were drawn.
+    numbers were drawn. `step` is added to the seed after each read.
     """
     reads: list[list[list[float]]] = []
     draws = False
@@ -128,7 +133,7 @@ def _read(fetch: Fetch, index: int, seed: int, until_s: float) -> tuple[list[lis
         if reads and time.monotonic() > until_s:
             break
         # Each time another seed: with equal ones an augmented sample comes out alike here, and otherwise on a GPU.
-        with seeded(seed + number):
+        with seeded(seed + number * step):
             before = host_state()
             samples = fetch.__getitems__([index])
             draws = draws or host_state() != before

@@ -41,7 +41,7 @@ def check(
     checkpoint to `resume` are checked as well.
     """
     try:
-        source = path.read_text(encoding="utf-8")
+        source = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidJob(f"{path} cannot be read: {error}") from None
     seed_all(0)  # as every rank does, so that random numbers that the file draws are the same

@@ -100,6 +100,12 @@ READ_BETWEEN = (
     "num_workers they are read ahead, if __getitem__ opens what is bound to a thread when it is first called"
 )
 """Notice for a data set that another thread cannot read."""
+UNSTEADY = (
+    "the stream that dataset() returned gives another first sample when it is read again. If it draws its order with a "
+    "generator of its own, several ranks, or worker processes, train some samples twice and others never: let it draw "
+    "from random, numpy.random or torch, which elche seeds alike wherever it is read, or seed its generator in __iter__"
+)
+"""Notice for a stream whose order may differ between its readers."""
 ROUNDS_FORMAT = 4
 """Version of what ranks tell each other in rounds (rows of the header, digests), and of what they compute of it: only
 ranks of one train together.
@@ -282,10 +288,11 @@ def _prepare(
     built = parts.built
     said_of_modes = what_is_still(built.model, came_in_eval_mode=built.came_in_eval_mode)
     said_of_reads = READ_BETWEEN if parts.looked.is_bound and not job.num_workers else None
+    said_of_stream = UNSTEADY if parts.looked.is_unsteady else None
     rates_notice = loop.rates_notice(parts.extent)
     said_of_state = what_is_kept_aside(job), what_is_stepped_aside(job, built.all_optimizers)
     said_of_merge = why_mean(job, built)
-    for said_of_it in (said_of_merge, said_of_modes, *said_of_state, said_of_reads, rates_notice):
+    for said_of_it in (said_of_merge, said_of_modes, *said_of_state, said_of_reads, said_of_stream, rates_notice):
         if launch.rank == 0 and said_of_it:
             notice(said_of_it)
     ready = _ready(

@@ -142,6 +142,6 @@ def trim(error: BaseException) -> None:
 def _text_of(script: str) -> str:
     """The script's text; empty if it cannot be read, which running it says."""
     try:
-        return Path(script).read_text(encoding="utf-8")
+        return Path(script).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):
         return ""

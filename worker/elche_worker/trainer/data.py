@@ -198,6 +198,11 @@ class Data:
         """Yields this rank's part of every step of an epoch from sample `start` on, and the step; equally many on every
         rank. `order`, if given on rank 0, is that of a checkpoint; else the sampler decides.
         """
+        if self._loader.batch_sampler.batch_size != self.batch_size:  # type: ignore[union-attr]  # `check_loader`
+            raise Misuse(
+                f"the loader's batch_sampler has been given another batch_size ({self.batch_size} before): attach a "
+                "loader of that batch size by trainer.set_data_loader()"
+            )
         set_epoch = getattr(self._loader.sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)

@@ -33,6 +33,7 @@ from elche_worker.trainer.same_batches import SameBatches
 from elche_worker.trainer.scalers import check_unscaled, forget_scaled, watch_scalers
 from elche_worker.trainer.share import StepShare
 from elche_worker.trainer.together import Together
+from elche_worker.trainer.wrapped import check_not_wrapped, watch_wrapped
 
 LEAST_SHARE = 2
 """Fewest samples of a rank in a batch of `shares`, or of a model with BatchNorm: BatchNorm raises for a single one."""
@@ -109,6 +110,7 @@ class Stepper:
         self._others = OtherOptimizers(model, optimizers, world, self.averager, note_stepped=note_stepped)
         watch_scalers()
         watch_clipping()
+        watch_wrapped()
         _steppers.add(self)
         self._is_normalised = False
         self._is_finished = True
@@ -269,6 +271,8 @@ class Stepper:
                 notice(self._taken_ahead)
             self._taken_ahead = ""
         self.share.set_samples(samples)
+        if self._world.size > 1:
+            check_not_wrapped(self._model)
         self._warn_of_clipping(keys)
         self.averager.averaged = keys
         self.clock.slow_down()
@@ -293,8 +297,8 @@ class Stepper:
         if not self._has_warned_of_clipping and is_any_clipped(self._optimizers.parameters_of(keys)):
             self._has_warned_of_clipping = True
             self._notice(
-                "gradients are clipped before they are averaged, each rank's by their own norm. To clip the average, "
-                "as one device would, call trainer.average_gradients() before clip_grad_norm_(), and step() after it"
+                "gradients are clipped before they are averaged, so that each rank clips its own. To clip the average, "
+                "as one device would, call trainer.average_gradients() before they are clipped, and step() after it"
             )
 
     def _warn_of_stretched_batch(self) -> None:

@@ -146,7 +146,7 @@ def run_again(namespace: dict[str, Any]) -> None:
     """
     path = Path(os.environ[JOB_FILE])
     try:
-        source = path.read_text(encoding="utf-8")
+        source = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ImportError(
             f"a process that was started by spawn or forkserver reads the file that started it, and there is no {path} "
