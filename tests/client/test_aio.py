@@ -100,7 +100,7 @@ def test_who_stops_watching_ends_the_call_and_not_the_job() -> None:
         await events.aclose()
 
     run(jobs, story)
-    assert not any(thread.is_alive() for thread in stream_threads() if thread.join(100) is None)
+    assert not any(thread.is_alive() for thread in stream_threads() if thread.join(400) is None)
 
 
 def test_what_is_not_read_is_not_sent_without_end() -> None:

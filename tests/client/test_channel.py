@@ -112,7 +112,7 @@ def test_a_peer_that_takes_all_and_answers_nothing_is_noticed(
         if of_server:
             context.add_callback(has_ended.set)
         yield b"welcome"
-        has_ended.wait(100)
+        has_ended.wait(400)
 
     server = grpc.server(ThreadPoolExecutor(1), options=sooner(of_server))
     handlers = {"Wait": grpc.unary_stream_rpc_method_handler(wait)}
@@ -125,7 +125,7 @@ def test_a_peer_that_takes_all_and_answers_nothing_is_noticed(
             call.add_done_callback(lambda _: has_ended.set())
         assert next(call) == b"welcome"
         way.swallows = True
-        assert has_ended.wait(20), "nobody has noticed"
+        assert has_ended.wait(400), "nobody has noticed"
     server.stop(0)
 
 

@@ -33,7 +33,7 @@ def test_each_ranks_log_is_read_from_where_it_was(tmp_path: Path) -> None:
     with (tmp_path / "rank-0.log").open("a") as log:
         log.write("goes on\nhas no")
     (tmp_path / "rank-1.log").write_text("also\n")
-    found = [queue.get(timeout=400), queue.get(timeout=100)]
+    found = [queue.get(timeout=400), queue.get(timeout=400)]
     assert {one.rank: one.lines for one in found} == {"0": ("goes on",), "1": ("also",)}
     with (tmp_path / "rank-0.log").open("a") as log:
         log.write(" end")

@@ -191,7 +191,7 @@ def abandon(driver: Driver) -> None:
     """The process is gone: nothing is closed in order."""
     driver.writer._stopped.set()
     driver.writer._queue.put(None)
-    driver.writer._thread.join(100)
+    driver.writer._thread.join(400)
     if driver._timer is not None:
         driver._timer.cancel()
 

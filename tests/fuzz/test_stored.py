@@ -71,7 +71,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
             driver.handle(JobSubmitted(job_id=JobId(name), spec=spec, submitted_at=1.0))
         await driver.durable()
         driver.stop()
-        driver.writer._thread.join(100)
+        driver.writer._thread.join(400)
         store.close()
 
     asyncio.run(work())

@@ -284,7 +284,7 @@ def test_a_small_data_set_is_kept_on_the_device() -> None:
     loader.add(LeasedPart(id=1, epoch=0, offset=0, size=100))
     seen: list[float] = []
     while len(seen) < 100:
-        assert wake.wait(10)
+        assert wake.wait(400)
         wake.clear()
         while loader.is_ready:
             one = loader.take()

@@ -85,9 +85,9 @@ def test_a_worker_and_a_coordinator_are_killed(mark: Mark, held_back: HeldBack, 
         handle = client.submit(held_back(tmp_path / "go on"), num_ranks=2)
         eventually(lambda: trains(client, handle.id), "both ranks train")
         client.inject(handle.id, Fault.AGENT, rank=1)
-        assert other.process.wait(100) == -signal.SIGKILL
+        assert other.process.wait(400) == -signal.SIGKILL
         client.inject(handle.id, Fault.COORDINATOR)
-        assert one.process.wait(100) == -signal.SIGKILL
+        assert one.process.wait(400) == -signal.SIGKILL
 
 
 def test_a_job_under_fire_is_reported(

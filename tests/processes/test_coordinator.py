@@ -126,7 +126,7 @@ def test_a_coordinator_that_is_stopping_lets_nobody_in(mark: Mark, tmp_path: Pat
         before = mark.living("elche rank")
         stack.enter_context(urllib.request.urlopen(f"{one.page_url}/api/stream?job={job.id}", timeout=400)).readline()
         one.process.send_signal(signal.SIGTERM)
-        assert one.process.wait(100) == 0
+        assert one.process.wait(400) == 0
         (tmp_path / "again").mkdir()
         two = stack.enter_context(coordinator(mark, tmp_path / "again", data=one.data, listen=one.address))
         eventually(lambda: attending.log.read_text().count("connected as agent-1") == 2, "it is back under its name")
@@ -184,7 +184,7 @@ def test_a_coordinator_that_is_told_to_stop_has_jobs_saved_first(
             before = event.version if isinstance(event, RoundReport) else before
         assert not client.checkpoints(job.id), "none was due"
         one.process.send_signal(signal.SIGTERM)
-        assert one.process.wait(100) == 0
+        assert one.process.wait(400) == 0
         assert "1 jobs make a checkpoint before this coordinator stops" in one.log.read_text()
         saved = eventually(lambda: event if isinstance(event := next(watch), Checkpoint) else None, "a checkpoint")
         assert saved.version > before
@@ -213,7 +213,7 @@ def test_a_second_signal_ends_a_coordinator_at_once(mark: Mark, tmp_path: Path, 
         one.process.send_signal(signal.SIGTERM)
         eventually(lambda: "make a checkpoint before" in one.log.read_text(), "it waits for the job")
         one.process.send_signal(signal.SIGTERM)
-        assert one.process.wait(100) == 0
+        assert one.process.wait(400) == 0
         assert "has made no checkpoint in time" in one.log.read_text()
 
 
@@ -225,7 +225,7 @@ def test_a_stop_is_orderly(mark: Mark, tmp_path: Path, job_file: JobFile) -> Non
         one.process.send_signal(signal.SIGTERM)
         with pytest.raises(ElcheError):
             list(watch)
-        assert one.process.wait(100) == 0
+        assert one.process.wait(400) == 0
 
 
 def test_two_coordinators_with_one_database(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
@@ -351,7 +351,7 @@ def test_an_agent_is_asked_to_end(mark: Mark, tmp_path: Path, job_file: JobFile)
         watch = job.watch()
         eventually(lambda: isinstance(next(watch), RoundReport), "a round")
         host.process.send_signal(signal.SIGTERM)
-        assert host.process.wait(100) == 0
+        assert host.process.wait(400) == 0
         mark.assert_none_left("elche rank", limit_s=400)
         eventually(lambda: re.match("waits for host .*, which is not connected: ", client.jobs()[0].reason), "it waits")
         assert any("the job goes back to checkpoint" in getattr(event, "text", "") for event in until_queued(watch))

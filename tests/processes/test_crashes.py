@@ -47,7 +47,7 @@ def test_crash_every_persist(mark: Mark, tmp_path: Path, job_file: JobFile, when
             with coordinator(
                 mark, tmp_path, data=first.data, listen=first.address, module="support.dying_coordinator", env=env
             ) as one:
-                assert one.process.wait(100) == -signal.SIGKILL
+                assert one.process.wait(400) == -signal.SIGKILL
         assert mark.living("elche rank") == ranks, "no rank was started again"
         last = stack.enter_context(coordinator(mark, tmp_path, data=first.data, listen=first.address))
         told += [event for event in watch if isinstance(event, EpochReport)]

@@ -315,13 +315,13 @@ def test_a_rank_that_writes_does_not_disturb_another(tmp_path: Path, monkeypatch
     def slowly(handle: int) -> None:
         if threading.current_thread() is not threading.main_thread():
             is_writing.set()
-            assert may_go_on.wait(100)
+            assert may_go_on.wait(400)
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", slowly)
     with ThreadPoolExecutor(1) as slow_rank:
         first = slow_rank.submit(CheckpointTarget(str(tmp_path)).write, "1-00000001", kept, about, {"version": 1})
-        assert is_writing.wait(100)
+        assert is_writing.wait(400)
         fast_rank = CheckpointTarget(str(tmp_path))
         fast_rank.write("1-00000002", kept, about, {"version": 2})
         fast_rank.keep_only(["1-00000001", "1-00000002"])

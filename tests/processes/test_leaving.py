@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -44,13 +45,32 @@ def hosts(mark: Mark, tmp_path: Path) -> Iterator[Hosts]:
         yield Hosts(mark, tmp_path, stack)
 
 
+def test_a_worker_that_can_write_no_more_leaves_and_what_it_was_given_begins_elsewhere(
+    hosts: Hosts, begin: Callable[..., Story], tmp_path: Path
+) -> None:
+    """Its disk is full, or read-only since a fault: every job that was placed there failed, one after the other."""
+    unfit = hosts.join("a", "cpu")
+    shutil.rmtree(tmp_path / "a" / "work")
+    (tmp_path / "a" / "work").write_text("no folder")
+    story = begin(client=hosts.client, num_ranks=1)
+    eventually(
+        lambda: unfit.process.poll() is not None or hosts.client.get(story.job.id).state.has_ended,
+        "the worker leaves, or the job has failed",
+    )
+    assert unfit.process.poll() == 2
+    assert "work cannot be written (File exists), and every job here would fail" in unfit.log.read_text()
+    eventually(lambda: hosts.client.get(story.job.id).state is JobState.QUEUED, "the job waits for another host")
+    hosts.join("b", "cpu")
+    trains(story, 0)
+
+
 def test_a_worker_that_gets_sigterm_leaves_with_its_work_committed(hosts: Hosts, begin: Callable[..., Story]) -> None:
     hosts.join("a", "cpu,cpu")
     leaving = hosts.join("b", "cpu")
     story = begin(client=hosts.client)
     trains(story, 0, 1, 2)
     leaving.process.send_signal(signal.SIGTERM)
-    assert leaving.process.wait(100) == 0
+    assert leaving.process.wait(400) == 0
     log = leaving.log.read_text()
     assert "leaves; 1 ranks commit their work" in log
     assert re.search(r"rank=2 incarnation=\d+ exited member=0 code=0", log)
@@ -93,7 +113,7 @@ def test_a_machine_that_the_cloud_takes_away_leaves(hosts: Hosts, begin: Callabl
         story = begin(client=hosts.client)
         trains(story, 0, 1, 2)
         cloud.is_noticed = True
-        assert leaving.process.wait(100) == 0
+        assert leaving.process.wait(400) == 0
     assert "the cloud gives notice" in leaving.log.read_text()
     assert "has left" in story.of(MembershipReport)[0].text
     story.hurry()
@@ -128,7 +148,7 @@ def test_the_only_host_leaves_and_the_job_waits_at_a_checkpoint(hosts: Hosts, be
     story = begin(client=hosts.client)
     trains(story, 0, 1, 2)
     leaving.process.send_signal(signal.SIGTERM)
-    assert leaving.process.wait(100) == 0
+    assert leaving.process.wait(400) == 0
     eventually(lambda: story.of(MembershipReport), "it is told")
     assert "the job goes back to checkpoint" in story.of(MembershipReport)[-1].text
     (saved,) = story.of(Checkpoint)

@@ -53,7 +53,7 @@ def test_logs_are_followed_until_the_job_has_ended(
         assert follower.stdout.readline() in ("rank 0 | loads with [] None\n", "rank 1 | loads with [] None\n")
         path.with_suffix(".go").touch()  # what is printed from now on comes too
         lines = follower.stdout.read().splitlines()
-        assert follower.wait(100) == 0
+        assert follower.wait(400) == 0
     assert {"rank 0 | a batch on 0", "rank 1 | a batch on 1"} <= set(lines)
     assert handle.result().state is JobState.SUCCEEDED
     done = elche("logs", handle.id, "--rank", "1", "--coordinator", cluster.address)
@@ -219,7 +219,7 @@ def test_an_agent_waits_for_its_coordinator(mark: Mark, tmp_path: Path) -> None:
                 eventually(lambda: "connected as" in text(), "it attends")
                 assert text().count("does not answer yet") == 1
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(100) == 0
+                assert process.wait(400) == 0
         finally:
             if process.poll() is None:
                 os.kill(process.pid, signal.SIGKILL)

@@ -88,7 +88,7 @@ class Story:
         (self.folder / "hurry").touch()
 
     def end(self) -> JobResult:
-        self._watcher.join(100)
+        self._watcher.join(400)
         result = self.events[-1]
         assert isinstance(result, JobResult)
         return result

@@ -180,7 +180,7 @@ def test_a_loop_is_paused_and_cancelled(mark: Mark, cluster: Cluster, tmp_path: 
         job.pause(is_paused=False)
         eventually(lambda: run.num_steps() > steps + 3, "it goes on")
         job.cancel()
-        assert run.process.wait(100) != 0
+        assert run.process.wait(400) != 0
         assert end_of(job).state is JobState.CANCELLED
         assert "the loop is ended: cancelled by request" in run.text
         assert run.num_steps(0) == run.num_steps(1)
@@ -219,7 +219,7 @@ def test_a_checkpoint_on_request_goes_on_exactly(mark: Mark, cluster: Cluster, t
 
 def test_what_a_rank_raises_is_the_jobs_end(mark: Mark, cluster: Cluster, tmp_path: Path) -> None:
     with attached(cluster, mark, tmp_path / "loop", LOOP_FAIL_AT="20") as (run, job):
-        assert run.process.wait(100) != 0
+        assert run.process.wait(400) != 0
         result = end_of(job)
         assert result.state is JobState.FAILED
         assert "ValueError: on purpose, on rank 1" in result.error
@@ -231,7 +231,7 @@ def test_a_rank_that_is_killed_is_named(mark: Mark, cluster: Cluster, tmp_path: 
     with attached(cluster, mark, tmp_path / "loop") as (run, job):
         ranks = [pid for pid, line in mark.living("own_loop.py").items() if "two_ranks" not in line]
         os.kill(ranks[-1], signal.SIGKILL)
-        run.process.wait(100)  # whose launcher ends the other, too
+        run.process.wait(400)  # whose launcher ends the other, too
         result = end_of(job)
         assert result.state is JobState.FAILED
         assert "rank " in result.error
@@ -310,7 +310,7 @@ def test_a_loop_that_starts_while_its_coordinator_is_started_again_waits_for_it(
 
 def test_a_coordinator_that_is_not_there_is_one_clear_line(mark: Mark, tmp_path: Path) -> None:
     with running(mark, tmp_path / "loop", ELCHE_COORDINATOR="127.0.0.1:9") as run:
-        assert run.process.wait(100) == 1
+        assert run.process.wait(400) == 1
     assert "no coordinator answers at 127.0.0.1:9" in run.text
 
 
@@ -375,7 +375,7 @@ def test_a_loop_that_takes_its_batches_itself_says_what_nobody_trains_without_a_
     (tmp_path / "own_batches.py").write_text(OWN_BATCHES)
     env = {"ELCHE_COORDINATOR": cluster.coordinator.address}
     with running(mark, tmp_path, own_launchers.__file__, "2", script=tmp_path / "own_batches.py", **env) as run:
-        assert run.process.wait(60) == 0, run.text
+        assert run.process.wait(400) == 0, run.text
     assert "elche: 1 of 2 ranks go on\n" in run.text
     told = "so nobody trains what rank 1 would have taken: if each rank has a part of the data, about 50% of it is not"
     assert told in run.text
@@ -422,7 +422,7 @@ def test_under_torchrun_a_rank_that_was_killed_ends_all_soon(mark: Mark, tmp_pat
     with running(mark, tmp_path / "loop", *TORCHRUN, script=COUNTING, **env) as run:
         steps = tmp_path / "loop" / "steps-1"
         eventually(lambda: steps.exists() and steps.read_text() == "7", "the rank dies at its next step")
-        assert run.process.wait(100) != 0
+        assert run.process.wait(400) != 0
     assert "Signal 9 (SIGKILL)" in run.text
 
 
@@ -447,5 +447,5 @@ def test_under_torchrun_a_rank_that_has_ended_before_its_first_trainer_is_named(
     path = tmp_path / "ends_before.py"
     path.write_text(ENDS_BEFORE)
     with running(mark, tmp_path, *TORCHRUN, script=path, TEST_EXECUTES="1") as run:
-        assert run.process.wait(100) != 0
+        assert run.process.wait(400) != 0
     assert "rank 1 has ended after no trainer; every rank has to set up as many trainers as the others" in run.text

@@ -64,7 +64,7 @@ def test_workers_stop_without_a_coordinator_and_their_work_is_handed_in(
         for worker in workers:
             worker.process.send_signal(signal.SIGTERM)
         for worker in workers:
-            assert worker.process.wait(100) == 0
+            assert worker.process.wait(400) == 0
             is_asked = "no coordinator answers: ranks stop and leave their work here" in worker.log.read_text()
             assert is_asked or is_shut_down
         drafts = list(tmp_path.glob("*/work/*/checkpoints/*/*"))
@@ -106,7 +106,7 @@ def test_of_two_hosts_one_is_stopped_and_the_other_neither_waits_nor_is_taken_fo
         one.process.kill()
         one.process.wait()
         stopped.process.send_signal(signal.SIGTERM)
-        assert stopped.process.wait(100) == 0
+        assert stopped.process.wait(400) == 0
         (tmp_path / "again").mkdir()
         stack.enter_context(coordinator(mark, tmp_path / "again", data=one.data, listen=one.address))
         stack.enter_context(agent(mark, tmp_path / "1", one.address, devices="cpu"))
@@ -148,7 +148,7 @@ def test_a_rank_that_hangs_leaves_nothing_and_its_worker_ends_in_its_grace(
         eventually((tmp_path / "hangs").exists, "the rank hangs")
         one.process.kill()
         worker.process.send_signal(signal.SIGTERM)
-        assert worker.process.wait(100) == 0
+        assert worker.process.wait(400) == 0
         assert "ranks stop and leave their work here" in worker.log.read_text()
         assert list(tmp_path.glob("*/work/*/checkpoints/*/*")) == []
         assert list(tmp_path.glob("*/work/*/stopped/*")) == []

@@ -79,7 +79,7 @@ def test_two_ranks_meet_at_the_store(
     waiter = threading.Thread(target=lambda: waited.append(other.get("later")))
     waiter.start()
     one.set("later", b"now")
-    waiter.join(100)
+    waiter.join(400)
     assert waited == [b"now"]
 
     one.set_timeout(timedelta(days=1))
@@ -193,7 +193,7 @@ def test_a_call_whose_connection_breaks_is_made_again(
         way.cut()
         with grpc.insecure_channel(alone.address) as direct:
             CoordinatorStore(direct, secret).set("later", b"now")
-        waiter.join(100)
+        waiter.join(400)
         assert got == [b"now"]
         way.cut()
         store.set("mine", b"2")

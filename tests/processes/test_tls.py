@@ -182,7 +182,7 @@ def test_certificates_that_end_are_renewed_while_a_job_trains(mark: Mark, tmp_pa
 
         eventually(goes_on, "the client comes back")
         has_ended.touch()
-        watching.join(100)
+        watching.join(400)
         (result,) = results
         assert result.state is JobState.SUCCEEDED
         assert result.committed_samples == (500,) * 30

@@ -209,7 +209,7 @@ def test_a_token_that_is_revoked_or_has_expired_ends_what_it_has_open(lab: Lab, 
             while stream.readline():
                 pass  # until it ends
     for thread in threads:
-        thread.join(100)
+        thread.join(400)
     assert set(ended) == {"gone", "brief"}
     with pytest.raises(NotAllowed, match="missing, wrong, expired or revoked"):
         lab.client("gone").jobs()
@@ -255,7 +255,7 @@ def test_ranks_of_a_revoked_token_are_gone_although_their_agent_does_not_exit(
         eventually(lambda: not client.hosts(), "the agent is lost")
         eventually(lambda: len(mark.living()) < before, "its rank has ended")
         os.kill(spot.process.pid, signal.SIGCONT)
-        spot.process.wait(100)
+        spot.process.wait(400)
 
 
 def test_a_worker_takes_the_token_that_its_file_has_now(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:

@@ -67,4 +67,4 @@ def test_all_jobs_and_devices_live(
     with coordinator(mark, tmp_path, data=data, listen=address):
         terminal.shows("0 jobs run, 0 wait, 2 have ended")
         terminal.process.send_signal(signal.SIGINT)
-        assert terminal.process.wait(100) == 0
+        assert terminal.process.wait(400) == 0

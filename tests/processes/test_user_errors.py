@@ -333,7 +333,7 @@ def test_a_run_ends_while_its_file_loads(
         eventually(Path(f"{path}.loads").exists, "it loads")
         assert mark.living("of nobody else") == {}
         run.send_signal(number)
-        assert run.wait(100) == code
+        assert run.wait(400) == code
     mark.assert_none_left()
     assert Path(f"{path}.loads").read_text() == "of nobody else"
 

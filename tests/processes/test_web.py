@@ -263,7 +263,7 @@ def test_figures_of_ended_jobs_survive_a_restart(mark: Mark, tmp_path: Path, job
         eventually(lambda: told(address)["epochs"]["at"], "an epoch is recorded")  # type: ignore[index]
         assert one.process.stdin is not None
         one.process.stdin.close()  # it stops while the job runs
-        assert one.process.wait(100) == 0
+        assert one.process.wait(400) == 0
     assert path.stat().st_mode & 0o777 == 0o600
     with sqlite3.connect(one.data / "elche.sqlite") as database:
         database.execute("UPDATE states SET code = 'other'")  # so that what ran does not go on

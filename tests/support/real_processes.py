@@ -125,7 +125,7 @@ def coordinator(
         yield Coordinator(process, found.group(1), log, data)
         if process.poll() is None:
             process.stdin.close()
-            code = process.wait(100)  # a test may have killed it a moment ago
+            code = process.wait(400)  # a test may have killed it a moment ago
             assert code in (0, -signal.SIGKILL), log.read_text()
     finally:
         code = process.poll()
@@ -171,7 +171,7 @@ def agent(
         yield Agent(process, log)
         if process.poll() is None:
             process.stdin.close()
-            code = process.wait(100)  # a test may have killed it a moment ago
+            code = process.wait(400)  # a test may have killed it a moment ago
             assert code in (0, -signal.SIGKILL), log.read_text()
     finally:
         code = process.poll()

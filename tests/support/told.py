@@ -160,5 +160,5 @@ class Rank:
     def leave(self) -> None:
         self.control.leave("the test is over")
         self.group.may_finish.release()
-        self._thread.join(100)
+        self._thread.join(400)
         assert [type(one) for one in self.ended] == [self.ends_with], self.ended

@@ -90,7 +90,7 @@ def test_an_upgrade(mark: Mark, tmp_path: Path) -> None:
     with a_job_that_trains(mark, tmp_path) as story:
         story.passes(5)
         story.coordinator.process.send_signal(signal.SIGTERM)
-        assert story.coordinator.process.wait(100) == 0
+        assert story.coordinator.process.wait(400) == 0
         with sqlite3.connect(story.coordinator.data / "elche.sqlite") as database:
             database.execute("UPDATE states SET code = 'other'")
         story.idles(1)

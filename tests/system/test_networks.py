@@ -52,7 +52,7 @@ def agent_in(
         finally:
             assert process.stdin is not None
             process.stdin.close()
-            process.wait(100)
+            process.wait(400)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "auto"])

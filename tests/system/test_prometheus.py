@@ -44,7 +44,7 @@ def addresses(tmp_path: Path) -> Iterator[tuple[str, str]]:
     yield address, metrics
     for process in (agent, coordinator):
         process.terminate()
-        process.wait(100)
+        process.wait(400)
 
 
 def metrics_with(url: str, name: str) -> str:

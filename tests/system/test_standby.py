@@ -256,7 +256,7 @@ def test_a_leader_in_order(lab: Lab) -> None:
     job, ranks = lab.train()
     lab.signal("a", signal.SIGTERM)
     lab.until_said("b", LISTENS)
-    assert lab.processes["a"].wait(100) == 0
+    assert lab.processes["a"].wait(400) == 0
     ends_exactly(job, lab, ranks)
 
 
@@ -409,7 +409,7 @@ def test_a_transaction_keeps_the_next_leader_waiting(candidate: Candidate, store
             eventually(lambda: looking.execute(waiting).scalar(), "it waits for the transaction")
         assert other.term == 0
         connection.exec_driver_sql("INSERT INTO tape VALUES (1, 'x', 0)")
-    leads.join(100)
+    leads.join(400)
     assert other.term == 2
     assert others.load_state().pieces == [b"x"]
 

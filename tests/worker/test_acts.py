@@ -80,7 +80,7 @@ def batches_of(member: int, group_size: int) -> list[LoadedBatch]:
     loader.add(LeasedPart(id=1, epoch=0, offset=0, size=7))
     batches: list[LoadedBatch] = []
     while len(batches) < 2:
-        assert ready.wait(100)
+        assert ready.wait(400)
         ready.clear()
         while loader.is_ready:
             batches.append(loader.take())

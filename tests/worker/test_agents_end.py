@@ -54,7 +54,7 @@ def test_an_agent_is_stopped_as_it_opens_a_stream(tmp_path: Path, monkeypatch: p
     running = threading.Thread(target=agent.run, daemon=True)
     running.start()
     try:
-        running.join(100)
+        running.join(400)
         assert not running.is_alive()
     finally:
         server.stop(None)  # or its threads keep the process that has failed
@@ -78,7 +78,7 @@ def test_a_worker_whose_terminal_is_closed_leaves_in_order(before: signal.Handle
     for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
         os.kill(os.getpid(), number)
     for _ in range(1 if before is signal.SIG_IGN else 2):
-        assert calls.get(timeout=100) == "leave"
+        assert calls.get(timeout=400) == "leave"
     assert calls.empty()
 
 

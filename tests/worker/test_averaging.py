@@ -273,7 +273,7 @@ def test_an_overlapped_result_is_a_correction_that_keeps_newer_steps() -> None:
         averaging.start(group(store, position, 2), row(layout), keeps_snapshot=True)
         with torch.no_grad():
             models[position].weight.add_(10.0)  # type: ignore[operator, union-attr]
-        may_finish.wait(100)
+        may_finish.wait(400)
         averaging.complete(has_newer_steps=True)
 
     with ThreadPoolExecutor(2) as threads:
@@ -292,7 +292,7 @@ class Held(DeviceStreams):
     @contextmanager
     def communication(self) -> Iterator[None]:
         if threading.current_thread().name.startswith("averaging"):
-            assert self.may_begin.wait(100)
+            assert self.may_begin.wait(400)
         yield
 
 

@@ -34,7 +34,7 @@ def test_an_agent_sends_so_many_files_at_once(
 
     for number in range(MOST):
         ask(str(number))
-    assert sorted(begun.get(timeout=100) for _ in range(MOST)) == ["0", "1", "2"]
+    assert sorted(begun.get(timeout=400) for _ in range(MOST)) == ["0", "1", "2"]
     ask("one too many")
     assert "job=one too many a file is not sent: 3 are being sent already" in caplog.text
     for _ in range(MOST):

@@ -126,7 +126,7 @@ def test_an_operation_that_does_not_return_ends_the_rank(start: Start, monkeypat
     rank.sync(2, after_step=0)
     rank.said.wait("round_entered", 2)
     rank.abandon(1)
-    rank._thread.join(100)
+    rank._thread.join(400)
     assert "round 2 was aborted, and its collective has not returned" in str(rank.ended[0])
     assert not rank.said.all("abandoned")
 
@@ -163,7 +163,7 @@ def test_a_loop_that_is_blocked_until_the_collective_ends_is_freed(
     rank.sync(2, after_step=2)
     rank.lease(3)
     if not is_early:
-        assert is_blocked.wait(100)
+        assert is_blocked.wait(400)
         rank.abandon(1)
     assert rank.said.wait("abandoned")[0].generation == 1
     assert rank.said.of_rounds()[-3:] == ["round_entered 2", "round_failed 2", "abandoned 1"]
@@ -197,7 +197,7 @@ class Builds:
         monkeypatch.setattr(replica, "connect", lambda act, *_: self._connect(act))
 
     def _connect(self, act: JoinGeneration) -> Collectives:
-        assert self.of(act.generation).wait(100)
+        assert self.of(act.generation).wait(400)
         if act.generation in self.failing:
             raise CollectiveFailed("the ranks could not meet: no route")
         group = Slow(act.generation)

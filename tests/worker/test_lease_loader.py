@@ -51,7 +51,7 @@ def loader_of(dataset: Indices, num_workers: int = 0) -> tuple[LeaseLoader, thre
 
 def take(loader: LeaseLoader, wake: threading.Event) -> Any:
     while not loader.is_ready:
-        assert wake.wait(100)
+        assert wake.wait(400)
         wake.clear()
     return loader.take()
 
@@ -104,13 +104,13 @@ def test_who_holds_the_data_set_still_waits_for_the_read_that_goes_on() -> None:
     class Noted(Indices):
         def __getitem__(self, index: int) -> torch.Tensor:
             begun.set()
-            assert go.wait(100)
+            assert go.wait(400)
             seen.append("read")
             return super().__getitem__(index)
 
     loader, wake = loader_of(Noted(10**9))
     loader.add(LeasedPart(id=1, epoch=0, offset=0, size=10))
-    assert begun.wait(100)
+    assert begun.wait(400)
 
     def hold() -> None:
         with loader.still():
@@ -219,7 +219,7 @@ def test_a_worker_process_that_dies_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"worker .* exited unexpectedly"):
         take(loader, wake)
     loader.stop()
-    its_thread.join(100)
+    its_thread.join(400)
 
 
 @pytest.mark.parametrize(

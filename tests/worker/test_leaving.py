@@ -24,7 +24,7 @@ asked = threading.Event()
 leave_on_sigterm(asked.set)
 for number in map(int, sys.argv[1:]):
     os.kill(os.getpid(), number)
-assert asked.wait(100)
+assert asked.wait(400)
 print("asked", flush=True)
 """
 
@@ -56,7 +56,7 @@ assert not take_back()
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))  # as scripts for Slurm have it
 assert take_back()
 os.kill(os.getpid(), signal.SIGTERM)
-assert asked.wait(100)
+assert asked.wait(400)
 assert not take_back()
 print("asked", flush=True)
 """

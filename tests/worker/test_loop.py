@@ -181,7 +181,7 @@ def test_a_command_that_is_not_for_a_rank_ends_it_with_words(start: Start, said:
     rank = start()
     rank.ends_with = UnknownMessage
     rank.tell(**said)
-    rank._thread.join(100)
+    rank._thread.join(400)
     assert "a ConverseResponse came, and this program" in str(rank.ended[0])
 
 
@@ -190,5 +190,5 @@ def test_a_lost_session_ends_the_loop_wherever_it_waits(start: Start) -> None:
     rank.sync(2, after_step=0)
     rank.said.wait("round_entered", 2)
     rank.control.leave("the coordinator is lost")
-    rank._thread.join(100)
+    rank._thread.join(400)
     assert [str(one) for one in rank.ended] == ["the coordinator is lost"]

@@ -74,7 +74,7 @@ def test_a_notice_comes_while_it_is_watched(cloud: str) -> None:
         watch(cloud, left.set, address=address(server), every_s=0.02)
         assert not left.wait(0.2)
         server.is_noticed = True
-        assert left.wait(100)
+        assert left.wait(400)
 
 
 def test_a_service_that_does_not_answer_is_told_once_and_asked_again(caplog: pytest.LogCaptureFixture) -> None:

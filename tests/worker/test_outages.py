@@ -32,7 +32,7 @@ class QuietCoordinator(agent_pb2_grpc.AgentServiceServicer):
         welcome = agent_pb2.AgentWelcome(agent_id="agent-1", store="store")
         yield agent_pb2.AttendResponse(welcome=welcome)
         self.attended.release()
-        self.breaks.wait(100)
+        self.breaks.wait(400)
         self.breaks.clear()
         context.abort(grpc.StatusCode.UNAVAILABLE, "it breaks")
 
@@ -69,7 +69,7 @@ def one() -> Iterator[tuple[QuietCoordinator, grpc.Server, Ranks]]:
     agent.stop()
     servicer.breaks.set()
     server.stop(None)
-    thread.join(100)
+    thread.join(400)
     assert not thread.is_alive()
 
 
@@ -89,7 +89,7 @@ def test_ranks_are_ended_when_the_coordinator_does_not_come_back(one: Any) -> No
     servicer, server, ranks = one
     server.stop(None)
     servicer.breaks.set()
-    assert ranks.ended.wait(100)
+    assert ranks.ended.wait(400)
 
 
 class OfRanks(rank_pb2_grpc.RankServiceServicer):
@@ -108,7 +108,7 @@ class OfRanks(rank_pb2_grpc.RankServiceServicer):
         yield rank_pb2.ConverseResponse(welcome=rank_pb2.Welcome(store="store"))
         reading = threading.Thread(target=self._read, args=[request_iterator], daemon=True)
         reading.start()
-        self.breaks.wait(100)
+        self.breaks.wait(400)
         self.breaks.clear()
         context.abort(grpc.StatusCode.UNAVAILABLE, "it breaks")
 
@@ -146,13 +146,13 @@ def test_a_rank_says_on_its_next_stream_how_far_it_has_come_meanwhile(conversing
     """It trains no more until it is told to, and would be taken for one that hangs."""
     servicer, session, away = conversing
     report(session, 3)
-    assert servicer.steps.get(timeout=100) == 3
+    assert servicer.steps.get(timeout=400) == 3
     servicer.breaks.set()
-    assert away.wait(100)
+    assert away.wait(400)
     report(session, 4)
     report(session, 5)
     servicer.may_open.release()
-    assert servicer.steps.get(timeout=100) == 5
+    assert servicer.steps.get(timeout=400) == 5
 
 
 def test_a_rank_that_is_refused_says_so_though_it_has_just_said_that_the_coordinator_is_away(
@@ -162,7 +162,7 @@ def test_a_rank_that_is_refused_says_so_though_it_has_just_said_that_the_coordin
     monkeypatch.setattr(session_module, "LOG_EVERY_S", 1e9)
     servicer, _, away = conversing
     servicer.breaks.set()
-    assert away.wait(100)
+    assert away.wait(400)
     servicer.refuses = True
     servicer.may_open.release()
     said = ""

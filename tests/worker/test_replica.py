@@ -256,7 +256,7 @@ def copy_late(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     copy, finish_copy = checkpoint_capture._copy, replica.checkpoints.capture.finish_copy
 
     def wait_and_copy(*arguments: Any) -> None:
-        assert is_waited_for.wait(100)
+        assert is_waited_for.wait(400)
         copy(*arguments)
 
     def wait_for_copy() -> None:
@@ -298,7 +298,7 @@ def test_a_checkpoint_that_is_being_written_is_not_what_the_next_is_copied_over(
 
     def write_late(*arguments: Any) -> Any:
         has_begun.set()
-        assert may_write.wait(100)
+        assert may_write.wait(400)
         return write_all(*arguments)
 
     monkeypatch.setattr(writer.checkpoints.writer.target, "write", write_late)
@@ -310,7 +310,7 @@ def test_a_checkpoint_that_is_being_written_is_not_what_the_next_is_copied_over(
         results.append(weight(ranks.ranks[0]))
         if round_id == 2:
             told = write(writer, 2)
-            assert has_begun.wait(100)
+            assert has_begun.wait(400)
     writer.checkpoints.capture.finish_copy()
     may_write.set()
     writer.checkpoints.writer._thread.shutdown(wait=True)

@@ -30,7 +30,7 @@ from elche.v1.job_pb2 import Fault
 from elche_worker.agent.artifacts import ArtifactWriter
 from elche_worker.agent.confinement import Confinement
 from elche_worker.agent.identity import AgentIdentity
-from elche_worker.agent.job_folders import JobFolders
+from elche_worker.agent.job_folders import JobFolders, check_writable
 from elche_worker.agent.link_speed import LinkFault, listen, measure
 from elche_worker.agent.processes import Exit, Key, Processes, RankStart, SpawnerProcess, rank_exited
 from elche_worker.agent.stopped_work import submit_stopped_work
@@ -111,6 +111,8 @@ class Agent:
         """True if the present stream, or the last one, has received a welcome."""
         self._is_leaving = False
         """True once `leave` was called. A second call ends everything at once."""
+        self._unfit: ElcheError | None = None
+        """Why no rank can be started on this host; the agent leaves for that."""
         self._coordinator = coordinator
         self._slots = slots
         self._labels = labels or {}
@@ -135,7 +137,8 @@ class Agent:
 
     def run(self) -> None:
         """Serves until `stop`; waits for a coordinator that does not answer. Raises `Unreachable` if the coordinator
-        refuses the agent, and `BadCertificate` if its certificate is wrong.
+        refuses the agent, `BadCertificate` if its certificate is wrong, and `ElcheError` if it has left because the
+        work folder cannot be written.
         """
         self._processes.warm_up()
         # Confined ranks are not trusted: a record that one has written could name any folder of this host as its draft.
@@ -160,6 +163,8 @@ class Agent:
             self._stopped.wait(soon(retry_s))
             retry_s = min(2 * retry_s, MAX_RETRY_S)
         self._processes.close()  # this process must not end before `stop` has ended them
+        if self._unfit is not None:
+            raise self._unfit
 
     def _serve(self) -> str:
         """Carries out orders until the stream ends; returns why it has. Raises as `run` does, with all ranks ended."""
@@ -443,7 +448,22 @@ class Agent:
         except BadCertificate as error:
             log.warning("%s is not delivered: %s", what, error)
 
+    def _is_fit(self) -> bool:
+        """False if the work folder cannot be written any more. To report that as the end of a rank would fail its job,
+        and the next one: the agent leaves instead, and they are placed elsewhere, or wait.
+        """
+        try:
+            check_writable(self._work_dir)
+        except ElcheError as error:
+            if self._unfit is None:
+                self._unfit = error
+                log.error("%s; this worker leaves", error)
+                threading.Thread(target=self.leave, daemon=True).start()
+        return self._unfit is None
+
     def _start_rank(self, start: agent_pb2.StartRank) -> None:
+        if not self._is_fit():
+            return
         key = (start.job_id, start.rank, start.incarnation)
         folder = Path(start.spec.output_dir) if start.spec.output_dir else self._work_dir / start.job_id
         self._folders.remember(start.job_id, folder)
