@@ -7,6 +7,7 @@ at any time; programs read them again when they have changed.
 import logging
 import os
 import ssl
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
@@ -19,6 +20,8 @@ VARIABLE = "ELCHE_TLS"
 AUTHORITY, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"
 SCHEME = "elche"
 MAX_BYTES = 1 << 20
+WRITTEN_S, LOOK_S = 2.0, 0.05
+"""Seconds within which a certificate and its key are replaced, and between looks meanwhile."""
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +44,10 @@ class BadCertificate(ElcheError):
     """A folder lacks a certificate or key, or has an unusable one."""
 
 
+class _Unpaired(BadCertificate):
+    """Certificate and key do not belong together, as between the replacement of the one and the other."""
+
+
 @dataclass(frozen=True, slots=True)
 class Certificates:
     """A folder's contents as PEM; empty for a missing file."""
@@ -58,7 +65,7 @@ class Folder:
         self.path = Path(path).expanduser()
         self._needs = needs
         self._stamp = self._look()
-        self.held = self._read()
+        self.held = self._read_pair()
         """The last usable contents."""
 
     def renew(self) -> bool:
@@ -81,10 +88,22 @@ class Folder:
         """A fingerprint that changes with any file."""
         return tuple(_stamp(self.path / name) for name in (AUTHORITY, CERTIFICATE, KEY))
 
+    def _read_pair(self) -> Certificates:
+        """As `_read`, but waits for the second of two files of which the first has just been replaced."""
+        until_s = time.monotonic() + WRITTEN_S
+        while True:
+            try:
+                return self._read()
+            except _Unpaired:
+                if time.monotonic() > until_s:
+                    raise
+            time.sleep(LOOK_S)
+            self._stamp = self._look()
+
     def _read(self) -> Certificates:
         found = Certificates(*(self._content(name) for name in (AUTHORITY, CERTIFICATE, KEY)))
         if bool(found.certificate) != bool(found.key):
-            raise BadCertificate(f"{self.path} has only one of {CERTIFICATE} and {KEY}, which belong together")
+            raise _Unpaired(f"{self.path} has only one of {CERTIFICATE} and {KEY}, which belong together")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
             name = f"{CERTIFICATE} with {KEY}"
@@ -94,7 +113,9 @@ class Folder:
             if found.authority:
                 context.load_verify_locations(self.path / AUTHORITY)
         except (OSError, ValueError) as error:  # SSLError is an OSError
-            raise BadCertificate(f"{self.path / name} cannot be used: {error}") from None
+            is_unpaired = getattr(error, "reason", "") == "KEY_VALUES_MISMATCH"
+            kind = _Unpaired if is_unpaired else BadCertificate
+            raise kind(f"{self.path / name} cannot be used: {error}") from None
         return found
 
     def _content(self, name: str) -> bytes:

@@ -3,6 +3,7 @@
 import os
 import ssl
 import stat
+import time
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from cryptography import x509
 
+from elche import tls
 from elche.tls import AUTHORITY, CERTIFICATE, KEY, BadCertificate, Folder, client_context, identity, identity_uri
 from elche_client.certificates import AUTHORITY_KEY, Authority
 
@@ -190,3 +192,34 @@ def test_files_that_are_links_may_be_swapped_as_kubernetes_does(tmp_path: Path) 
 )
 def test_an_identity_is_a_role_and_a_name(uri: str, found: tuple[str, str] | None) -> None:
     assert identity(uri) == found
+
+
+def test_who_reads_between_a_certificate_and_its_key_waits_for_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that started just then ended, and its job failed."""
+    authority = Authority(tmp_path / "certs")
+    folder = authority.client("pool", "agent", expires=DAY).folder
+    before = (folder / KEY).read_bytes()
+    after = authority.client("pool", "agent", expires=DAY).folder / KEY
+    newest = after.read_bytes()
+    after.write_bytes(before)
+    looks = []
+
+    def sleep(_: float) -> None:
+        looks.append(len(looks))
+        if len(looks) == 3:
+            after.write_bytes(newest)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    found = Folder(folder, needs=(AUTHORITY, CERTIFICATE, KEY))
+    assert (found.held.key, len(looks), found.renew()) == (newest, 3, False)
+
+
+def test_a_key_of_another_certificate_is_refused_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority = Authority(tmp_path / "certs")
+    folder = authority.client("pool", "agent", expires=DAY).folder
+    (folder / KEY).write_bytes((authority.client("anna", "user", expires=DAY).folder / KEY).read_bytes())
+    monkeypatch.setattr(tls, "WRITTEN_S", 0.2)
+    with pytest.raises(BadCertificate, match=r"tls.crt with tls.key cannot be used: .*key values mismatch"):
+        Folder(folder, needs=(AUTHORITY, CERTIFICATE, KEY))

@@ -175,12 +175,14 @@ def test_certificates_that_end_are_renewed_while_a_job_trains(mark: Mark, tmp_pa
         eventually(lambda: time.time() > max(one.expires_at.timestamp() for one in (server, pool, anna)), "they end")
         way.cut()
 
-        def goes_on() -> bool:
+        def is_back() -> bool:
             with suppress(Unreachable):  # a call that is on its way when the connection is cut
-                return not client.get(job.id).state.has_ended
+                view = client.get(job.id)
+                assert not view.state.has_ended, view.reason
+                return True
             return False
 
-        eventually(goes_on, "the client comes back")
+        eventually(is_back, "the client comes back")
         has_ended.touch()
         watching.join(400)
         (result,) = results
