@@ -112,7 +112,7 @@ class Agent:
         self._is_leaving = False
         """True once `leave` was called. A second call ends everything at once."""
         self._unfit: ElcheError | None = None
-        """Why no rank can be started on this host; the agent leaves for that."""
+        """Why no rank can be started on this host, for which the agent leaves; None while one can."""
         self._coordinator = coordinator
         self._slots = slots
         self._labels = labels or {}
@@ -449,13 +449,16 @@ class Agent:
             log.warning("%s is not delivered: %s", what, error)
 
     def _is_fit(self) -> bool:
-        """False if the work folder cannot be written any more. To report that as the end of a rank would fail its job,
-        and the next one: the agent leaves instead, and they are placed elsewhere, or wait.
+        """False if the work folder cannot be written any more. A rank that ends for that would fail its job, and so
+        would the next one: the agent leaves instead, so that jobs are placed on other hosts, or wait for one. While
+        ranks run here it stays: without a disk for a checkpoint, leaving could lose their work.
         """
         try:
             check_writable(self._work_dir)
         except ElcheError as error:
             if self._unfit is None:
+                if self._processes.num_running:
+                    return True
                 self._unfit = error
                 log.error("%s; this worker leaves", error)
                 threading.Thread(target=self.leave, daemon=True).start()

@@ -21,7 +21,7 @@ from elche_coordinator.core.messages.events import (
 from elche_coordinator.core.messages.ids import Attempt, GenerationId, Rank
 from elche_coordinator.core.messages.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, RankResult
 from elche_coordinator.core.records.ranks import RankRecord
-from elche_coordinator.core.results.checkpoints import failure
+from elche_coordinator.core.results.checkpoints import failure_report
 from elche_coordinator.core.results.tally import EpochTally
 
 MAX_EPOCHS_OPEN = 4
@@ -204,7 +204,7 @@ class Loop(Job):
     def _on_checkpoint_failed(self, record: RankRecord, event: CheckpointFailed) -> None:
         self.num_checkpoint_failures += 1
         if not self._is_checkpoint_failing and self.result is None:  # nothing follows the result
-            self.outbox.publish(failure(event, record.host))
+            self.outbox.publish(failure_report(event, record.host))
         self._is_checkpoint_failing = True
 
     def _on_checkpoint_saved(self, event: CheckpointSaved, now_s: float) -> None:

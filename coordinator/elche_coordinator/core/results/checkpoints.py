@@ -13,7 +13,7 @@ MAX_WRITING = 2
 """Most checkpoints that one rank has in memory until they are written."""
 
 
-def failure(event: CheckpointFailed, host: str) -> UserEvent:
+def failure_report(event: CheckpointFailed, host: str) -> UserEvent:
     """The report of a checkpoint that cannot be written: the first one since the newest that was. Those that follow are
     only counted, as there may be many until somebody makes room.
     """

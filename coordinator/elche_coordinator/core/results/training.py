@@ -30,7 +30,7 @@ from elche_coordinator.core.records.machine import Hold, Model
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, fastest, present
 from elche_coordinator.core.records.round import Round
-from elche_coordinator.core.results.checkpoints import Checkpoints, failure
+from elche_coordinator.core.results.checkpoints import Checkpoints, failure_report
 from elche_coordinator.core.results.epochs import Epochs
 from elche_coordinator.core.results.evaluations import Evaluation, Evaluations
 from elche_coordinator.core.results.fair_shares import FairShares
@@ -259,7 +259,7 @@ class Training:
         if not self.checkpoints.take_failed(record.rank, event):
             self._refuse_checkpoint(event)
         elif self.checkpoints.is_failing and not was_failing:
-            self._outbox.publish(failure(event, record.host))
+            self._outbox.publish(failure_report(event, record.host))
 
     def _refuse_checkpoint(self, event: CheckpointSaved | CheckpointFailed) -> None:
         self._outbox.refuse(
