@@ -22,6 +22,7 @@ import torch
 from elche.errors import ElcheError, InvalidJob
 from elche.output import notice
 from elche_worker.device.kinds import KINDS, NAMES, NUMBERED, kind_of
+from elche_worker.process.ending import end
 from elche_worker.process.parent import end_with_parent
 from elche_worker.user.device import Device
 
@@ -250,6 +251,7 @@ def main() -> None:
     except ElcheError as error:
         sys.exit(f"elche: {error}")
     print(json.dumps([asdict(one) for one in found]))
+    end(0)  # the agent waits for it
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from elche_worker.device.rng import seed_all
 from elche_worker.device.trials import Trials, begin_trials
 from elche_worker.model.batch_size import nominal_batch_size, rank_batch_size
 from elche_worker.model.checkpoint import Loaded, load
+from elche_worker.process.ending import end
 from elche_worker.process.parent import end_with_parent
 from elche_worker.user.job import JobDefinition
 from elche_worker.user.loading import UserCodeRaised, as_a_script, load_job, with_settings
@@ -164,4 +165,4 @@ def _answer(arguments: argparse.Namespace, trials: Trials | None) -> dict[str, A
 
 
 if __name__ == "__main__":
-    sys.exit(answer(sys.argv[1:], os.dup(1)))
+    end(answer(sys.argv[1:], os.dup(1)))  # `elche run` and `elche submit` wait for it
