@@ -1,12 +1,12 @@
 # The coordinator, and the command `elche` (--entrypoint elche). No torch.
 FROM python:3.11-slim
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1
-RUN groupadd --gid 7717 elche && useradd --uid 7717 --gid elche --create-home elche \
-    && install -d -o elche -g elche /data /artifacts /run/elche /run/grafana
-WORKDIR /home/elche
 # The base image has no bytecode, and this user could write none: without, each command would take three times as long.
 RUN python -m compileall -q -x '/(tests?|lib2to3|idlelib|ensurepip|site-packages)/' \
     "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
+RUN groupadd --gid 7717 elche && useradd --uid 7717 --gid elche --create-home elche \
+    && install -d -o elche -g elche /data /artifacts /run/elche /run/grafana
+WORKDIR /home/elche
 
 # Dependencies in a layer of their own, which a change of elche's source does not rebuild.
 RUN --mount=type=bind,source=pyproject.toml,target=pyproject.toml \

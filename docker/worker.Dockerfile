@@ -1,12 +1,12 @@
 # A worker: PyTorch, and scikit-learn for the example. Build on top of it for further libraries.
 FROM python:3.11-slim
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1
-RUN groupadd --gid 7717 elche && useradd --uid 7717 --gid elche --create-home elche \
-    && install -d -o elche -g elche /runs /artifacts /run/elche
-WORKDIR /home/elche
 # The base image has no bytecode, and this user could write none: without, each command would take three times as long.
 RUN python -m compileall -q -x '/(tests?|lib2to3|idlelib|ensurepip|site-packages)/' \
     "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
+RUN groupadd --gid 7717 elche && useradd --uid 7717 --gid elche --create-home elche \
+    && install -d -o elche -g elche /runs /artifacts /run/elche
+WORKDIR /home/elche
 
 # What torch.compile compiles with: C++ for the CPU, and C to launch its kernels on a GPU. Python's headers are there.
 RUN apt-get update -q && apt-get install -q -y --no-install-recommends g++ \

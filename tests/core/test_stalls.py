@@ -186,3 +186,16 @@ def test_a_first_evaluation_is_compared_with_those_of_others(simulate):
     stopped_s = simulation.clock.now_s
     simulation.run_until(lambda: stalls(simulation), limit_s=stopped_s + 90)
     assert 65.0 < simulation.clock.now_s - stopped_s < 80.0
+
+
+def test_an_averaging_that_takes_much_longer_than_those_before_is_a_stall(simulate):
+    """As of a device that hangs in it: both wait, and neither is left out."""
+    simulation = simulate(
+        ranks(25.0, 25.0), averaging="blocking", on_rank_loss="fail", sync_ms=500.0, dataset_size=100_000
+    )
+    simulation.run_until(lambda: len(simulation.rounds) == 3)
+    simulation.sync_ms = FOREVER_MS
+    began_s = simulation.clock.now_s
+    simulation.run_until(lambda: len(stalls(simulation)) == 2, limit_s=began_s + 100)
+    assert {report.rank for report in stalls(simulation)} == {0, 1}
+    assert 10 < simulation.clock.now_s - began_s < 60, "twenty times the longest one, and a little"
