@@ -339,6 +339,13 @@ def test_without_a_bound_no_limit_is_sent(simulate, policy, averaging):
     assert simulation.sent(SendThrottle) == []
 
 
+@pytest.mark.parametrize(("diff", "first"), [(0, 1), (1, 1), (7, 7)])
+def test_the_first_batches_may_be_as_many_as_the_bound_allows(simulate, diff, first):
+    simulation = simulate(ranks(5, 5), dataset_size=2_000, max_batch_diff=diff)
+    simulation.run_until(lambda: len(simulation.sent(SendThrottle)) >= 2)
+    assert [command.limit_step for command in simulation.sent(SendThrottle)][:2] == [first, first]
+
+
 def test_sync_needs_no_limit(simulate):
     simulation = simulate(ranks(*VERY_UNEQUAL), dataset_size=400, policy="sync", max_batch_diff=1)
     assert simulation.run().outcome is Outcome.SUCCEEDED

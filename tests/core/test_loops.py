@@ -175,6 +175,13 @@ def test_shares_of_a_loop_that_does_not_say_its_samples_are_of_its_batches() -> 
     assert [rank.share_fraction for rank in loop.view.ranks] == [0.75, 0.25]
 
 
+def test_the_speed_of_a_loop_that_trains_one_sample_a_batch_is_its_batches() -> None:
+    loop = Attached()
+    loop.batches(0, 5, 5)
+    loop.batches(1, 5, 10)
+    assert [rank.samples_per_s for rank in loop.view.ranks] == [50.0, 100.0]
+
+
 def test_old_news_changes_nothing() -> None:
     loop = Attached()
     loop.progress(5, epoch_done=60)

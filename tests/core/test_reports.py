@@ -3,6 +3,7 @@
 import pytest
 
 from elche.policies import POLICIES
+from elche_coordinator.core.describe import describe_training
 from elche_coordinator.core.messages.commands import SendOutcome
 from elche_coordinator.core.messages.events import ResultReceived
 from support.watched import ranks
@@ -50,3 +51,15 @@ def test_the_global_step_counts_committed_batches(simulate):
         steps[report.round] = total
     assert all(command.global_step == steps[command.round] for command in simulation.sent(SendOutcome))
     assert total == sum(process.local_step for process in simulation.processes.values())
+
+
+def test_the_overhead_is_the_part_of_the_time_in_which_rounds_kept_ranks_from_training(simulate):
+    """A quarter: an averaging of 10 ms after each batch of 30 ms."""
+    simulation = simulate(ranks(30.0, 30.0), policy="sync", averaging="blocking", sync_ms=10.0, dataset_size=2_000)
+    simulation.run_until(lambda: len(simulation.rounds) == 50)
+    view = describe_training(simulation.job, simulation.clock.now_s)
+    assert view.overhead_fraction == pytest.approx(0.25, abs=0.05)
+    simulation.run()
+    assert describe_training(simulation.job, simulation.clock.now_s + 1_000).overhead_fraction == pytest.approx(
+        0.25, abs=0.05
+    )
