@@ -661,6 +661,19 @@ def test_gradients_that_are_clipped_before_they_are_averaged_are_named_once(
     assert "clipped" not in second
 
 
+def set_up_elsewhere() -> None:
+    model = new_model()
+    with torch.device("meta"):  # as torch.set_default_device does it for the whole script
+        Trainer.setup(model, new_optimizer(model))
+
+
+def test_a_default_device_is_refused_by_name(worlds: Worlds) -> None:
+    """It was an error in torch's words, of a tensor that the script does not know."""
+    for raised in worlds.run(2, set_up_elsewhere, may_raise=True):
+        assert isinstance(raised, Raised)
+        assert raised.message.startswith("torch.set_default_device('meta') would put tensors there")
+
+
 CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
     "clamp": lambda one: one.grad.data.clamp_(-1e-4, 1e-4),  # type: ignore[union-attr]  # each has one
     "sign": lambda one: setattr(one, "grad", one.grad.sign()),  # type: ignore[union-attr]
