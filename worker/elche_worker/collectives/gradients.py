@@ -265,26 +265,36 @@ class Gradients:
         """True if the values of a gradient have changed since backward made it, as far as that is looked at (see
         `SUMMED_STEPS`). Raises `Misuse` where it was sent before: the change would be lost.
         """
+        changed = self._changed()
         for bucket in self._buckets[: self._num_sent]:
             for index in bucket.indices:
-                if self._is_touched(index) or self._has_changed(index):
+                if index in changed or self._is_touched(index):
                     raise Misuse(
                         f"the gradient of {self._dense[index]!r} was changed after backward, when it had been sent: "
                         "call trainer.average_gradients() first, then clip or unscale what it has made, then step()"
                     )
-        return any(map(self._has_changed, self._made))
+        return bool(changed)
 
     def _is_touched(self, index: int) -> bool:
         """True if the gradient was replaced, or written to, perhaps with the same values."""
         now, (made, version, _) = self._parameters[index].grad, self._made.get(index, (None, 0, None))
         return now is not made or (now is not None and now._version != version)
 
-    def _has_changed(self, index: int) -> bool:
-        now, (_, _, total) = self._parameters[index].grad, self._made.get(index, (None, 0, None))
-        if total is None:
-            return False
-        after = None if now is None else _sum_of(now)
-        return after is None or not torch.allclose(after, total, rtol=0, atol=0, equal_nan=True)
+    def _changed(self) -> set[int]:
+        """The gradients that have another sum than backward has made, where they were summed."""
+        changed: set[int] = set()
+        summed, flags = [], []
+        for index, (_, _, total) in self._made.items():
+            gradient = self._parameters[index].grad
+            now = None if total is None or gradient is None else _sum_of(gradient)
+            if total is not None and now is not None:
+                summed.append(index)
+                flags.append(torch.isclose(now, total, rtol=0, atol=0, equal_nan=True))
+            elif total is not None:
+                changed.add(index)
+        # All at once: each look at a device's number waits for the device.
+        are_same = torch.stack(flags).tolist() if flags else []
+        return changed.union(index for index, is_same in zip(summed, are_same, strict=True) if not is_same)
 
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
