@@ -38,6 +38,14 @@ from elche_client.cli_up import agents, down, up
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
+def _check_working_folder() -> None:
+    """Raises `ElcheError` if it was deleted: libraries, and processes that begin there, fail in words of their own."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ElcheError("the working folder was deleted: change to one that exists") from None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line. Exit codes: 0 success, 1 the job failed or was cancelled, 2 invalid input, 130 Ctrl-C."""
     if arguments is None:
@@ -46,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     take_any_text()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are printed by this program, in one line
     try:
+        _check_working_folder()
         code = cli.main(arguments, prog_name="elche", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except click.NoSuchOption as error:

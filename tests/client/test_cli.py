@@ -179,6 +179,17 @@ def test_a_coordinator_that_cannot_be_reached(
     assert line.startswith(f"elche: no coordinator answers at {address}")
 
 
+def test_a_working_folder_that_was_deleted_is_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The process that loads a job's file ended in the words of a mathematical library."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["jobs"]) == 2
+    assert capsys.readouterr().err == "elche: the working folder was deleted: change to one that exists\n"
+
+
 def test_a_wrong_token_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(ScriptedJobs(refusal=(grpc.StatusCode.UNAUTHENTICATED, "the token is wrong"))) as address:
         assert main(["jobs", "--coordinator", address]) == 2

@@ -8,7 +8,7 @@ from io import StringIO
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset, default_collate
 
 from elche.errors import Misuse
 from elche_worker.trainer import Trainer, TrainerConfig
@@ -150,3 +150,59 @@ def train_in_epochs(sizes: list[int]) -> torch.Tensor:
     inputs, labels = samples(40).tensors
     order = torch.tensor([one for size in sizes for one in range(size)])
     return train_alone(TensorDataset(inputs[order], labels[order]), [4] * (len(order) // 4))
+
+
+def train_relabelled(num_workers: int) -> torch.Tensor:
+    """Self-training: the second epoch has other labels, by a new tensor, and the third others again, in its place; the
+    fourth has a `collate_fn` of its own.
+    """
+    dataset = samples(16)
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0))
+    loader = DataLoader(dataset, batch_size=4, num_workers=num_workers)
+    trainer.set_data_loader(loader, forward_input="inputs", names=NAMES)
+    for epoch in trainer.epochs(4):
+        relabel(loader, epoch)
+        for batch in trainer.epoch(epoch):
+            cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+            trainer.step()
+    return flat(model)
+
+
+def relabel(loader: "DataLoader[tuple[torch.Tensor, ...]]", epoch: int) -> None:
+    dataset = loader.dataset
+    assert isinstance(dataset, TensorDataset)
+    match epoch:
+        case 1:
+            dataset.tensors = (dataset.tensors[0], (dataset.tensors[1] + 1) % 3)
+        case 2:
+            dataset.tensors[1].fill_(2)
+        case 3:
+            loader.collate_fn = halved
+
+
+def halved(items: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    inputs, labels = default_collate(items)
+    return [inputs / 2, labels]
+
+
+def train_relabelled_alone() -> torch.Tensor:
+    model = new_model()
+    optimizer = new_optimizer(model)
+    loader = DataLoader(samples(16), batch_size=4)
+    for epoch in range(4):
+        relabel(loader, epoch)
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+    return flat(model)
+
+
+@pytest.mark.parametrize(("size", "num_workers"), [(1, 0), (2, 0), (2, 1)])
+def test_what_a_script_changes_in_the_data_between_epochs_is_trained(
+    worlds: Worlds, size: int, num_workers: int
+) -> None:
+    """The labels of the first epoch were trained to the end, without a word."""
+    for trained in worlds.run(size, train_relabelled, num_workers):
+        assert close(trained, train_relabelled_alone())

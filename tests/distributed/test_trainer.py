@@ -1,6 +1,7 @@
 """Loops of the user's own on real processes: buffers, tags and traces, tasks of one's own, memory, one process."""
 
 import copy
+import os
 import weakref
 from typing import Any
 
@@ -282,3 +283,31 @@ def graphs_alive(with_loss_fn: bool) -> int:
 def test_one_graph_is_alive_at_a_time(worlds: Worlds) -> None:
     assert worlds.run(2, graphs_alive, True) == [1, 1]
     assert worlds.run(2, graphs_alive, False) == [3, 3]
+
+
+def fork_in(ends: str) -> list[int]:
+    """The exit codes of processes that the script forks while the trainer is open, and its steps after them."""
+    model = new_model()
+    codes: list[int] = []
+    with Trainer.setup(model, new_optimizer(model)) as trainer:
+        for _ in range(2):
+            cross_entropy(model(torch.ones(4, 6)), torch.zeros(4, dtype=torch.int64)).backward()
+            trainer.step()
+            pid = os.fork()
+            if not pid:
+                try:
+                    with trainer:  # as where the script's own `with` is left
+                        if ends == "uses it":
+                            trainer.step()
+                    trainer._close_at_exit()
+                except Misuse as error:
+                    os._exit(3 if "forked" in str(error) else 4)
+                os._exit(0)
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    return [*codes, trainer.num_steps]
+
+
+@pytest.mark.parametrize(("ends", "code"), [("as a script", 0), ("uses it", 3)])
+def test_a_process_that_the_script_forks_leaves_the_loop_alone(worlds: Worlds, ends: str, code: int) -> None:
+    """One that ended by `sys.exit()` compared models with the ranks, and waited without end."""
+    assert worlds.run(2, fork_in, ends) == [[code, code, 2]] * 2

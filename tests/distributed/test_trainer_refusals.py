@@ -472,6 +472,9 @@ def misuse(kind: str) -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             case "zeroed":
                 optimizer.zero_grad()
+            case "clamped":
+                for one in model.parameters():
+                    one.grad.data.clamp_(-1e-4, 1e-4)  # type: ignore[union-attr]  # each has one
             case "optimizer":
                 optimizer.step()
             case "samples":
@@ -480,7 +483,7 @@ def misuse(kind: str) -> None:
                 trainer.step(samples=-1)
             case "one rank":
                 trainer.step(samples=8) if dist.get_rank() else trainer.step()
-        if kind in ("clipped", "zeroed"):
+        if kind in ("clipped", "zeroed", "clamped"):
             trainer.step()
 
 
@@ -489,6 +492,7 @@ def misuse(kind: str) -> None:
     [
         ("clipped", "changed after backward, when it had been sent: call trainer.average_gradients() first"),
         ("zeroed", "changed after backward"),
+        ("clamped", "changed after backward"),  # by `data`, which has no version counter
         ("optimizer", "gradients of this rank alone: call trainer.step() instead"),
         ("samples", "give step(samples=...) at every step, or never"),
         ("negative", "samples is -1"),
@@ -655,6 +659,55 @@ def test_gradients_that_are_clipped_before_they_are_averaged_are_named_once(
     first, second = worlds.run(2, clip, averages, how)
     assert first.count("gradients are clipped before they are averaged") == count
     assert "clipped" not in second
+
+
+def set_up_elsewhere() -> None:
+    model = new_model()
+    with torch.device("meta"):  # as torch.set_default_device does it for the whole script
+        Trainer.setup(model, new_optimizer(model))
+
+
+def test_a_default_device_is_refused_by_name(worlds: Worlds) -> None:
+    """It was an error in torch's words, of a tensor that the script does not know."""
+    for raised in worlds.run(2, set_up_elsewhere, may_raise=True):
+        assert isinstance(raised, Raised)
+        assert raised.message.startswith("torch.set_default_device('meta') would put tensors there")
+
+
+CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
+    "clamp": lambda one: one.grad.data.clamp_(-1e-4, 1e-4),  # type: ignore[union-attr]  # each has one
+    "sign": lambda one: setattr(one, "grad", one.grad.sign()),  # type: ignore[union-attr]
+    "nothing": lambda one: one.grad.mul_(1),  # type: ignore[union-attr]
+}
+
+
+def change(averages: bool, how: str) -> str:
+    model, config = new_model(), TrainerConfig(max_anchor=0, overlap=False)
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as said,
+        Trainer.setup(model, new_optimizer(model), config) as trainer,
+    ):
+        for _ in range(3):
+            model(torch.ones(2, 6) + dist.get_rank()).sum().backward()
+            if averages:
+                trainer.average_gradients()
+            for one in model.parameters():
+                CHANGES[how](one)
+            trainer.step()
+    return said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("averages", "how", "count"),
+    [(False, "clamp", 1), (False, "sign", 1), (True, "clamp", 0), (False, "nothing", 0)],
+)
+def test_gradients_that_are_changed_before_they_are_averaged_are_named_once(
+    worlds: Worlds, averages: bool, how: str, count: int
+) -> None:
+    """As DQN's tutorial does it: each rank clamped its own gradients, in silence."""
+    first, second = worlds.run(2, change, averages, how)
+    assert first.count("gradients are changed after backward and before they are averaged") == count
+    assert "changed" not in second
 
 
 def call_wrapped(is_early: bool) -> None:

@@ -1,9 +1,13 @@
 """What a file that defines no job is told."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from elche.errors import InvalidJob
+from elche_worker.rank.check import check
 from elche_worker.user.loading import UserCodeRaised, load_job
 
 TORCHRUN = """
@@ -92,3 +96,29 @@ def test_a_file_that_sets_a_default_device_is_told_what_to_do_instead() -> None:
             load_job("import torch\ntorch.set_default_device('cpu')\njob = 1", "train.py")
     finally:
         torch.set_default_device(None)
+
+
+def test_a_file_that_leaves_its_working_folder_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its relative path was resolved after it was run, with a traceback where the folder was deleted."""
+    lines = f"""
+import os, torch
+from elche_worker import TrainingJob
+folder = {str(tmp_path / "other")!r}
+os.mkdir(folder)
+os.chdir(folder)
+os.rmdir(folder)
+job = TrainingJob(
+    model=lambda: torch.nn.Linear(1, 1),
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    dataset=lambda: torch.utils.data.TensorDataset(torch.zeros(8, 1)),
+    train_step=lambda model, batch: model(batch[0]).sum(),
+    batch_size=4,
+    epochs=1,
+)
+"""
+    (tmp_path / "leaves.py").write_text(lines)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    report = check(Path("leaves.py"), 1, "cpu", runs_here=True, settings={})
+    assert report["ok"]
+    assert report["imports_beside"] == []

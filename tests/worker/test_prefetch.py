@@ -1,7 +1,7 @@
 """How many batches wait on a device, what moves them there, and that each is there before it is read."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,6 +16,7 @@ from elche_worker.data.prefetch import (
     CudaTransfer,
     DeviceMemory,
     DeviceTransfer,
+    Resident,
     new_transfer,
     prefetch_depth,
 )
@@ -234,6 +235,25 @@ def test_a_small_data_set_is_kept_on_the_device(device: Device) -> None:
         fed.train(10)
     fed.loader.stop()
     assert DEFAULT not in device.num_operations
+
+
+def test_a_data_set_on_the_device_is_copied_again_where_it_has_changed() -> None:
+    inputs, labels = torch.arange(3.0), torch.zeros(3)
+    source, copied = TensorDataset(inputs, labels), []
+
+    def copies_of(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        copied.append(len(tensors))
+        return tuple(tensor.clone() for tensor in tensors)
+
+    resident = Resident(source, copies_of)
+    assert len(resident) == 3
+    assert [one.tolist() for one in resident[1]] == [1, 0]
+    assert len(copied) == 1, "only once, as long as they stay as they are"
+    labels[1] = 5
+    assert resident[1][1] == 5
+    source.tensors = (inputs, labels + 2)
+    assert resident[1][1] == 7
+    assert len(copied) == 3
 
 
 JOB = TrainingJob(

@@ -23,6 +23,9 @@ BUCKET_BYTES = 25 << 20
 """Size of a bucket, as in PyTorch's DistributedDataParallel."""
 FIRST_BUCKET_BYTES = 1 << 20
 """Size of the first bucket: small, so that communication starts early."""
+SUMMED_STEPS = 16
+"""The first steps, and every so many later ones, in which gradients are summed to notice changes that have no version
+counter, by `grad.data`. Not in each: the sums take time."""
 
 
 class Bucket:
@@ -41,8 +44,6 @@ class Bucket:
         """Accumulations that backward must still make into its gradients before the bucket may be sent."""
         self.work: Any = None
         """The all-reduce of this step, once it is sent."""
-        self.sent: list[tuple[torch.Tensor | None, int]] = []
-        """Gradients that were sent during backward, and their version counters, by which later changes are noticed."""
 
 
 class Gradients:
@@ -85,6 +86,12 @@ class Gradients:
         """True if `_num_fired` counts the whole step."""
         self._may_send = False
         """True if buckets may be sent during this step's backward."""
+        self._made: dict[int, tuple[torch.Tensor, int, torch.Tensor | None]] = {}
+        """What backward has made in this step: gradients, by index, their version counters, and their sums if this is a
+        step of `SUMMED_STEPS`. By these later changes are noticed.
+        """
+        self._num_begun = 0
+        """Steps begun."""
         self._failure: RuntimeError | None = None
         """The error by which a bucket could not be sent during backward."""
         self._own: list[bool] = []
@@ -106,6 +113,8 @@ class Gradients:
         self._may_send = False
         self._failure = None
         self._has_counted = True
+        self._made.clear()
+        self._num_begun += 1
         for bucket in self._buckets:
             bucket.num_expected = sum(self._most_fired[index] for index in bucket.indices)
 
@@ -121,7 +130,7 @@ class Gradients:
         self._may_send = False
         self._failure = None
         for bucket in self._buckets:
-            bucket.work, bucket.sent = None, []
+            bucket.work = None
 
     def weigh(self, fraction: float | None) -> None:
         """Sets the weight of this step's gradients in the average; None while it is not known."""
@@ -131,8 +140,7 @@ class Gradients:
     @torch.no_grad()
     def finish(self, fraction: float, requests: Sequence[float] = ()) -> torch.Tensor:
         """Averages the gradients, this rank's with weight `fraction`. Parameters keep their own gradients until
-        `replace`. Returns the sums of the requests over all ranks, on the device. Raises `Misuse` where gradients were
-        changed, or accumulated again, after they were sent.
+        `replace`. Returns the sums of the requests over all ranks, on the device.
         """
         if self._trained != [name for name, one in self._named.items() if one.requires_grad]:
             self._change_trained()
@@ -145,7 +153,6 @@ class Gradients:
         with lost_peers_named():
             if self._failure is not None:
                 raise self._failure
-        self._check_unchanged()
         own = [bool(fraction) and parameter.grad is not None for parameter in self._parameters]
         notes = [*map(float, own), *requests] + [0.0] * (self._num_requests - len(requests))
         last = self._buckets[-1]
@@ -217,14 +224,14 @@ class Gradients:
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
         self._most_fired = [1] * len(self._parameters)
         self._is_known = False
-        if self._overlaps:
-            for index, parameter in enumerate(self._parameters):
-                register: Any = parameter.register_post_accumulate_grad_hook  # untyped
-                self._hooks.append(register(self._hook(index)))
+        for index, parameter in enumerate(self._parameters):
+            register: Any = parameter.register_post_accumulate_grad_hook  # untyped
+            self._hooks.append(register(self._hook(index)))
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def on_gradient(_: torch.Tensor) -> None:
             self._num_fired[index] += 1
+            self._note_made(index)
             if not self._may_send:
                 return
             bucket = self._bucket_of[index]
@@ -245,22 +252,49 @@ class Gradients:
                 except RuntimeError as error:  # raised by `finish`: here it would end the user's backward
                     self._failure, self._may_send = error, False
                     return
-                gradients = [self._parameters[index].grad for index in bucket.indices]
-                bucket.sent = [(one, one._version if one is not None else 0) for one in gradients]
 
         return on_gradient
 
-    def _check_unchanged(self) -> None:
-        """Raises `Misuse` when the loop has changed a gradient after it was sent: the change would be lost."""
+    def _note_made(self, index: int) -> None:
+        gradient = self._parameters[index].grad
+        if gradient is not None:
+            is_summed = self._num_begun <= SUMMED_STEPS or self._num_begun % SUMMED_STEPS == 0
+            self._made[index] = gradient, gradient._version, _sum_of(gradient) if is_summed else None
+
+    def find_changed(self) -> bool:
+        """True if the values of a gradient have changed since backward made it, as far as that is looked at (see
+        `SUMMED_STEPS`). Raises `Misuse` where it was sent before: the change would be lost.
+        """
+        changed = self._changed()
         for bucket in self._buckets[: self._num_sent]:
-            for index, (gradient, version) in zip(bucket.indices, bucket.sent, strict=True):
-                now = self._parameters[index].grad
-                if now is not gradient or (now is not None and now._version != version):
+            for index in bucket.indices:
+                if index in changed or self._is_touched(index):
                     raise Misuse(
                         f"the gradient of {self._dense[index]!r} was changed after backward, when it had been sent: "
                         "call trainer.average_gradients() first, then clip or unscale what it has made, then step()"
                     )
-            bucket.sent = []
+        return bool(changed)
+
+    def _is_touched(self, index: int) -> bool:
+        """True if the gradient was replaced, or written to, perhaps with the same values."""
+        now, (made, version, _) = self._parameters[index].grad, self._made.get(index, (None, 0, None))
+        return now is not made or (now is not None and now._version != version)
+
+    def _changed(self) -> set[int]:
+        """The gradients that have another sum than backward has made, where they were summed."""
+        changed: set[int] = set()
+        summed, flags = [], []
+        for index, (_, _, total) in self._made.items():
+            gradient = self._parameters[index].grad
+            now = None if total is None or gradient is None else _sum_of(gradient)
+            if total is not None and now is not None:
+                summed.append(index)
+                flags.append(torch.isclose(now, total, rtol=0, atol=0, equal_nan=True))
+            elif total is not None:
+                changed.add(index)
+        # All at once: each look at a device's number waits for the device.
+        are_same = torch.stack(flags).tolist() if flags else []
+        return changed.union(index for index, is_same in zip(summed, are_same, strict=True) if not is_same)
 
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
@@ -274,6 +308,15 @@ class Gradients:
                 torch.mul(gradient, self._fraction, out=view)
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
         self._num_sent += 1
+
+
+@torch.no_grad()
+def _sum_of(gradient: torch.Tensor) -> torch.Tensor | None:
+    """The sum of its elements, on its device; None of a sparse one."""
+    if gradient.layout is not torch.strided:
+        return None
+    is_rough = gradient.dtype in (torch.float16, torch.bfloat16)
+    return gradient.sum(dtype=torch.float32) if is_rough else gradient.sum()
 
 
 def _groups(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:

@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
 from elche.errors import InvalidJob
 from elche_worker.data.dataset import Shards
+from elche_worker.data.prefetch import Resident
 from elche_worker.device.rng import host_seeded, seed_host
 from elche_worker.device.transfer import InParts, bounds_of
 from elche_worker.user.loading import UserCodeRaised, describe_raised
@@ -82,9 +83,8 @@ class Fetch:
         self._seed = seed
         self._collate_fn = collate_fn or default_collate
         self._file_name = file_name
-        is_plain = collate_fn is None and type(dataset) is TensorDataset
-        self._tensors = dataset.tensors if is_plain else None
-        """Tensors of a plain `TensorDataset`: whole batches are indexed at once."""
+        self._is_plain = collate_fn is None and type(dataset) in (TensorDataset, Resident)
+        """True if whole batches of the data set's tensors are indexed at once."""
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -108,8 +108,8 @@ class Fetch:
         try:
             if indices and isinstance(self._dataset, Shards):
                 return self._dataset.read(indices, epoch=_epoch_of(indices), seed=self._seed if is_seeded else None)
-            if indices and self._tensors is not None:
-                return CollatedBatch([tensor[indices] for tensor in self._tensors])
+            if indices and self._is_plain:  # its tensors as they are now: a script may have replaced them
+                return CollatedBatch([tensor[indices] for tensor in self._dataset.tensors])
             if indices and hasattr(self._dataset, "__getitems__"):
                 return Together(self._dataset.__getitems__(indices))
             samples = []

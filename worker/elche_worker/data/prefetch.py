@@ -1,5 +1,6 @@
 """Prefetches batches to the device, as many as fit into its memory (W10)."""
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,33 @@ def prefetch_depth(
         return 0
     spare = spare_bytes(memory, activation_bytes=activation_bytes, waiting_bytes=waiting_bytes)
     return max(0, min(MAX_DEPTH, (spare - set_aside_bytes) // batch_bytes))
+
+
+class Resident(TensorDataset):
+    """A `TensorDataset` on the device: its tensors are copied again when the script has changed or replaced them, such
+    as labels between two epochs.
+    """
+
+    def __init__(
+        self, source: TensorDataset, copies_of: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
+    ) -> None:
+        self._source = source
+        self._copies_of = copies_of
+        self._copied: list[tuple[torch.Tensor, int]] = []
+        """The tensors of which there are copies, and their version counters when they were copied."""
+        self._copies: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # the base class stores them
+        """The copies, of the tensors as they are now."""
+        now = [(one, 0 if one.is_inference() else one._version) for one in self._source.tensors]
+        if len(now) != len(self._copied) or any(
+            one is not other or version != copied
+            for (one, version), (other, copied) in zip(now, self._copied, strict=True)
+        ):
+            self._copies = ()
+            self._copies, self._copied = self._copies_of(self._source.tensors), now
+        return self._copies
 
 
 class DeviceTransfer:
@@ -154,10 +182,14 @@ class CudaTransfer(DeviceTransfer):
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
         if num_bytes(dataset.tensors) > RESIDENT_FRACTION * free_bytes:
             return dataset
+        return Resident(dataset, self._copies_of)
+
+    def _copies_of(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        self._streams.finish_compute()  # which may still read earlier copies, whose memory is used again
         with self.stream():
-            placed = TensorDataset(*(tensor.to(self._device) for tensor in dataset.tensors))
+            copies = tuple(tensor.to(self._device) for tensor in tensors)
         self._streams.finish_copies()
-        return placed
+        return copies
 
     def move(self, data: Any) -> tuple[Any, Any]:
         size_bytes = num_bytes(data)

@@ -45,6 +45,7 @@ def check(
         source = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidJob(f"{path} cannot be read: {error}") from None
+    folder = path.resolve().parent  # before the file is run, which may change the working folder, or delete it
     seed_all(0)  # as every rank does, so that random numbers that the file draws are the same
     job = with_settings(load_job(source, str(path)), settings)
     dataset, dataset_size = build_dataset(job, str(path))
@@ -72,7 +73,7 @@ def check(
             *([summary(devices)] if runs_here and devices[0].device != "cpu" else []),
             *_notes(dataset_size, batch_size, len(devices) // job.group_size, job.drop_last),
         ],
-        "imports_beside": _imports_beside(path),
+        "imports_beside": _imports_beside(folder),
     }
 
 
@@ -86,9 +87,8 @@ def _check_resumed(loaded: Loaded, job: JobDefinition) -> None:
         )
 
 
-def _imports_beside(path: Path) -> list[str]:
+def _imports_beside(folder: Path) -> list[str]:
     """Modules that the file has imported from its own folder, which ranks lack when the file is sent without it."""
-    folder = path.resolve().parent
     origins = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
     return sorted(
         {

@@ -84,6 +84,12 @@ class GradientAverager:
         for gradients in self.gradients.values():
             gradients.weigh(fraction)
 
+    def find_changed(self) -> bool:
+        """True if the script has changed gradients of `averaged` since backward made them. Raises `Misuse` if these
+        were sent already.
+        """
+        return any(self.gradients[key].find_changed() for key in self.averaged if key in self.gradients)
+
     def average(self, fraction: float, requests: Sequence[float]) -> torch.Tensor | None:
         """Averages the gradients of `averaged`, which stay as they are until `replace`. Returns the sums of the
         requests over all ranks, if there are any.

@@ -112,6 +112,8 @@ class Data:
         self._num_given = 0
         """Batches given out since the start."""
         self._fetching: DataLoader[Any] | None = None
+        self._collated_by: Any = None
+        """The `collate_fn` of `_fetching`: a script may give the loader another one between two epochs."""
         self._parts = _Parts(planner, world.number, self.batch_size)
         self.members = planner.members
         """The numbers of the ranks among which samples are split."""
@@ -247,8 +249,8 @@ class Data:
         order = self._order[1 : self.num_samples + 1]
         steps = self._parts.begin(order, start, int(self._order[0]) % 2**62)
         self._num_planned = start
-        if self._fetching is None:
-            self._fetching = self._new_loader()
+        if self._fetching is None or self._loader.collate_fn is not self._collated_by:
+            self._fetching, self._collated_by = self._new_loader(), self._loader.collate_fn
         fetched = self._moved(iter(self._fetching))
         for moved in fetched:
             step = steps.popleft()

@@ -148,5 +148,8 @@ def _problem(optimizer: Any, model: nn.Module) -> str:
     own = {id(one) for one in model.parameters()}
     foreign = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
     if foreign:
-        return f"the optimizer has {foreign} parameters that the model does not have: build it of model.parameters()"
+        return (
+            f"the optimizer has {foreign} parameters that the model does not have: build it of model.parameters(). "
+            "Where a loss is trained, too, let the model hold it, such as nn.ModuleDict({'net': net, 'loss': loss})"
+        )
     return ""

@@ -102,7 +102,7 @@ class Stepper:
         self._has_warned = False
         self._has_gradients = True
         """True if any rank has samples in this step."""
-        self._has_warned_of_clipping = self._has_warned_of_stretched_batch = False
+        self._has_warned_of_changed = self._has_warned_of_stretched_batch = False
         self._rates_at: tuple[int, list[float]] = (-1, [])
         """Epoch and learning rates of the latest step of several batches."""
         self.comparison = Comparison(model, optimizers, world, progress, together, is_mixed=is_mixed)
@@ -273,11 +273,11 @@ class Stepper:
         self.share.set_samples(samples)
         if self._world.size > 1:
             check_not_wrapped(self._model)
-        self._warn_of_clipping(keys)
         self.averager.averaged = keys
         self.clock.slow_down()
         self.clock.end_batch()
         self._batch_ms = self._take_times()
+        self._warn_of_changed(keys, are_changed=self.averager.find_changed())
         # Before `run`, which may average again after a loss: a request that is taken is cleared.
         measured, requests = self._measure(), take_requests()
         self._is_normalised = False
@@ -292,13 +292,24 @@ class Stepper:
         self._others.check_step()
         return averaged.requests
 
-    def _warn_of_clipping(self, keys: list[Key]) -> None:
-        """Says once that gradients were clipped before they are averaged, which one device does not do."""
-        if not self._has_warned_of_clipping and is_any_clipped(self._optimizers.parameters_of(keys)):
-            self._has_warned_of_clipping = True
+    def _warn_of_changed(self, keys: list[Key], *, are_changed: bool) -> None:
+        """Says once that gradients were clipped, or changed otherwise, before they are averaged, which one device does
+        not do.
+        """
+        is_clipped = is_any_clipped(self._optimizers.parameters_of(keys))
+        if self._has_warned_of_changed or not (is_clipped or are_changed):
+            return
+        self._has_warned_of_changed = True
+        if is_clipped:
             self._notice(
                 "gradients are clipped before they are averaged, so that each rank clips its own. To clip the average, "
                 "as one device would, call trainer.average_gradients() before they are clipped, and step() after it"
+            )
+        else:
+            self._notice(
+                "gradients are changed after backward and before they are averaged, so that each rank changes its own. "
+                "Where that is more than a multiplication (clamp_, sign, noise), call trainer.average_gradients() "
+                "before it, and step() after it"
             )
 
     def _warn_of_stretched_batch(self) -> None:

@@ -102,6 +102,10 @@ class Trainer:
         self._epochs = LoopEpochs(self._progress, self._checkpoints, self._stepper, self._iterations, self._check_open)
         self._is_closed = False
         self._has_stepped = False
+        self._pid = os.getpid()
+        """The process of the loop. One that the script forks inherits the trainer, and must not end or use it: neither
+        connections nor threads outlive a fork.
+        """
 
     @classmethod
     def setup(
@@ -162,9 +166,7 @@ class Trainer:
             if resumed:
                 trainer._load(resumed, only_own=True)
             trainer._attach_coordinator(resumed)
-        # With the process id: processes that the script forks, such as data loader workers, inherit the handler, and
-        # must not close the loop when they exit.
-        atexit.register(trainer._close_at_exit, os.getpid())
+        atexit.register(trainer._close_at_exit)
         _open.append(trainer)
         return trainer
 
@@ -570,7 +572,7 @@ class Trainer:
 
         Raises `Misuse`, on at least one rank, when the ranks' models have come to differ since they were last compared.
         """
-        if self._is_closed:
+        if self._is_closed or self._is_forked:
             return
         # First: what follows may raise, and the exit handler calls `close` again.
         self._is_closed = True
@@ -615,14 +617,13 @@ class Trainer:
 
         when_known(tell)
 
-    def _close_at_exit(self, pid: int) -> None:
-        if os.getpid() == pid:
-            try:
-                self.close(failure_of(getattr(sys, "last_value", None)))
-            except Misuse as error:
-                notice(error)
-                sys.stdout.flush()
-                os._exit(1)  # what an exit handler raises does not change the exit code
+    def _close_at_exit(self) -> None:
+        try:
+            self.close(failure_of(getattr(sys, "last_value", None)))
+        except Misuse as error:
+            notice(error)
+            sys.stdout.flush()
+            os._exit(1)  # what an exit handler raises does not change the exit code
 
     def __enter__(self) -> Self:
         return self
@@ -630,7 +631,16 @@ class Trainer:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(failure_of(error))
 
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._pid
+
     def _check_open(self) -> None:
+        if self._is_forked:
+            raise Misuse(
+                "a process that the script has forked uses the trainer, which only the process can that has set it up: "
+                "let forked processes end by os._exit()"
+            )
         if self._is_closed:
             raise Misuse(
                 "this trainer is closed, by close(), the end of its `with`, or a later Trainer.setup with parameters "
