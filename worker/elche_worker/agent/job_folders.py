@@ -27,15 +27,21 @@ MOST_TOLD = 500
 
 def check_writable(work_dir: Path) -> None:
     """Raises `ElcheError` if nothing can be written there: every job that such a worker was given would fail."""
+    if problem := problem_of(work_dir):
+        raise ElcheError(
+            f"{problem}, and every job here would fail: make room, give it to this user, or name another folder"
+        )
+
+
+def problem_of(work_dir: Path) -> str:
+    """Why nothing can be written there; empty if something can."""
     try:
         work_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=work_dir) as file:
             file.write(bytes(NEEDED_BYTES))
     except OSError as error:
-        raise ElcheError(
-            f"--work-dir {work_dir} cannot be written ({error.strerror}), and every job here would fail: make room, "
-            "give it to this user, or name another folder"
-        ) from error
+        return f"--work-dir {work_dir} cannot be written ({error.strerror})"
+    return ""
 
 
 class JobFolders:
