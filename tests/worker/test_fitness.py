@@ -1,6 +1,7 @@
 """A host whose disk is full says so, and says when it is not any more."""
 
 import shutil
+import tempfile
 import threading
 from pathlib import Path
 
@@ -59,3 +60,15 @@ def test_a_rank_that_cannot_be_started_is_reported_after_why(tmp_path: Path, tak
     problem = f"--work-dir {tmp_path / 'work'} cannot be written (File exists)"
     assert [one.host_fitness.problem for one in fitnesses] == ([problem] if takes_fitness else [])
     assert (exited.rank_exited.not_started, exited.rank_exited.log_tail) == (True, problem)
+
+
+def test_a_host_without_room_for_temporary_files_starts_no_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each job there failed as PyTorch was imported, with `Artifact of type=precompile already registered`."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
+    looks = Fitness(tmp_path / "work", lambda problem: None)
+    problem = f"{tmp_path / 'full'}, for temporary files, cannot be written (No such file or directory)"
+    assert looks.look() == problem
+    (tmp_path / "full").mkdir()
+    assert looks.look() == ""

@@ -1,4 +1,4 @@
-"""Whether this host can start ranks: not while its work folder cannot be written, such as on a full disk."""
+"""Whether this host can start ranks: not while what they need cannot be written, such as on a full disk."""
 
 import logging
 import threading
@@ -10,12 +10,12 @@ from elche_worker.agent.job_folders import problem_of
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 5.0
-"""Seconds between two looks at the work folder."""
+"""Seconds between two looks."""
 
 
 class Fitness:
-    """Looks at the work folder, and tells each change. A rank that ended for that would fail its job, and so would the
-    next one; this way jobs are placed on other hosts, or wait.
+    """Looks at the work folder and that for temporary files, and tells each change. A rank that ended for that would
+    fail its job, and so would the next one; this way jobs are placed on other hosts, or wait.
     """
 
     def __init__(self, work_dir: Path, tell: Callable[[str], None]) -> None:
@@ -33,7 +33,7 @@ class Fitness:
             if self._problem and not before:
                 log.error("%s: until it can, this host gets no more ranks", self._problem)
             elif before and not self._problem:
-                log.info("--work-dir %s can be written again: this host gets ranks", self._work_dir)
+                log.info("ranks can be started here again")
             if self._problem != before:
                 self._tell(self._problem)
             return self._problem

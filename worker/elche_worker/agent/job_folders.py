@@ -34,14 +34,24 @@ def check_writable(work_dir: Path) -> None:
 
 
 def problem_of(work_dir: Path) -> str:
-    """Why nothing can be written there; empty if something can."""
+    """Why no rank can be started: nothing can be written there, or no temporary file, which PyTorch needs to be
+    imported; empty if one can.
+    """
     try:
         work_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=work_dir) as file:
-            file.write(bytes(NEEDED_BYTES))
+        _write(work_dir)
     except OSError as error:
         return f"--work-dir {work_dir} cannot be written ({error.strerror})"
+    try:
+        _write(Path(tempfile.gettempdir()))
+    except OSError as error:
+        return f"{tempfile.tempdir or 'TMPDIR'}, for temporary files, cannot be written ({error.strerror})"
     return ""
+
+
+def _write(folder: Path) -> None:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(NEEDED_BYTES))
 
 
 class JobFolders:
