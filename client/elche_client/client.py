@@ -105,6 +105,8 @@ class Client:
         self._was_answered = False
         """True once a coordinator has answered; before, the address may be wrong, and a watch is not retried."""
         self._is_closed = False
+        self.problem = ""
+        """Why the coordinator decided nothing at the last `jobs()`, so that all jobs waited; empty if it did."""
         connection = connect(address, token, tls)
         self.address, self._metadata, self._channel = connection.address, connection.metadata, connection.channel
         self._stub = JobServiceStub(self._channel)
@@ -248,7 +250,8 @@ class Client:
 
     def jobs(self) -> list[JobView]:
         """All jobs of the coordinator, oldest first."""
-        pages = self._pages(self._stub.ListJobs, pb.ListJobsRequest())
+        pages = list(self._pages(self._stub.ListJobs, pb.ListJobsRequest()))
+        self.problem = pages[-1].problem
         return [decode_view(job) for page in pages for job in page.jobs]
 
     def job(self, job_id: str) -> "JobHandle":

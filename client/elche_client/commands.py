@@ -35,7 +35,7 @@ from elche_client.processes import ChildProcesses
 from elche_client.progress import make_progress
 from elche_client.rank_output import RankOutput
 from elche_client.record import JobRecord, to_json
-from elche_client.summary import hosts_table, jobs_table, wide_console
+from elche_client.summary import host_problems, hosts_table, jobs_table, wide_console
 from elche_client.upload import file_of_module, folder_of
 
 
@@ -107,6 +107,8 @@ def jobs(address: str, *, as_json: bool) -> int:
         return 0
     console = wide_console()
     console.print(jobs_table(views) if views else "no jobs")
+    if client.problem:
+        console.print(f"all jobs wait: {printable(client.problem)}", markup=False, soft_wrap=True)
     for view in views:
         is_stalled = any(rank.stalled_s for rank in view.ranks) and not view.state.has_ended
         if view.reason and (view.state in (JobState.QUEUED, JobState.WAITING) or is_stalled):
@@ -120,7 +122,10 @@ def hosts(address: str, *, as_json: bool) -> int:
     if as_json:
         click.echo(to_json([asdict(host) for host in found]))
         return 0
-    wide_console().print(hosts_table(found) if found else "no hosts: start elche-worker on those that are to train")
+    console = wide_console()
+    console.print(hosts_table(found) if found else "no hosts: start elche-worker on those that are to train")
+    for line in host_problems(found):
+        console.print(line, markup=False, soft_wrap=True)
     return 0
 
 

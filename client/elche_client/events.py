@@ -89,6 +89,8 @@ class HostView:
     """True if it gets no more ranks."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels for jobs' conditions."""
+    problem: str = ""
+    """Why it can start no ranks now; empty: it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -178,6 +178,11 @@ def jobs_table(views: Sequence[JobView], now: datetime | None = None) -> Table:
     return table
 
 
+def host_problems(hosts: Sequence[HostView]) -> list[str]:
+    """A line for each host that can start no ranks."""
+    return [printable(f"{host.host}: can start no ranks: {host.problem}") for host in hosts if host.problem]
+
+
 def hosts_table(hosts: Sequence[HostView]) -> Table:
     table = plain_table()
     for title in ("host", "device", "model", "memory", "job", "rank"):
@@ -191,7 +196,7 @@ def hosts_table(hosts: Sequence[HostView]) -> Table:
         )
     for host in hosts:
         for index, slot in enumerate(host.slots):
-            free = "drained" if host.is_drained else "free"
+            free = "drained" if host.is_drained else "unfit" if host.problem else "free"
             table.add_row(
                 Text(printable(host.host) if index == 0 else ""),
                 Text(printable(slot.device)),

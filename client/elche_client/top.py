@@ -14,7 +14,7 @@ from elche_client.events import HostView, JobState, JobView
 from elche_client.formatting import printable
 from elche_client.interrupts import interrupted
 from elche_client.record import to_json
-from elche_client.summary import hosts_table, jobs_table, wide_console
+from elche_client.summary import host_problems, hosts_table, jobs_table, wide_console
 
 MAX_ENDED = 5
 """Newest ended jobs that are shown below the others."""
@@ -29,7 +29,7 @@ class Snapshot:
     jobs: Sequence[JobView]
     hosts: Sequence[HostView]
     problem: str = ""
-    """The reason why it is outdated: the coordinator does not answer."""
+    """The reason why it is outdated: the coordinator does not answer; or why all jobs wait."""
 
     def __rich__(self) -> RenderableType:
         going = [job for job in self.jobs if not job.state.has_ended]
@@ -48,6 +48,7 @@ class Snapshot:
         parts += [Text(), jobs_table(shown) if shown else Text("no jobs")]
         parts += [Text(printable(f"{job.job_id}: {job.reason}"), style="yellow") for job in waiting if job.reason]
         parts += [Text(), hosts_table(self.hosts) if self.hosts else Text("no hosts: start elche-worker")]
+        parts += [Text(line, style="yellow") for line in host_problems(self.hosts)]
         return Group(*parts)
 
 
@@ -74,4 +75,6 @@ def top(address: str, *, every_s: float, as_json: bool = False) -> int:
 
 
 def _snapshot(client: Client) -> Snapshot:
-    return Snapshot(client.address, client.jobs(), client.hosts())
+    jobs = client.jobs()
+    problem = f"all jobs wait: {client.problem}" if client.problem else ""
+    return Snapshot(client.address, jobs, client.hosts(), problem)

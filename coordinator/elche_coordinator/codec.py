@@ -256,7 +256,12 @@ def host_message(host: HostView) -> job_pb2.HostView:
         for index, slot in enumerate(host.slots)
     ]
     return job_pb2.HostView(
-        agent_id=host.agent_id, host=host.host, slots=slots, is_drained=host.is_drained, labels=host.labels
+        agent_id=host.agent_id,
+        host=host.host,
+        slots=slots,
+        is_drained=host.is_drained,
+        labels=host.labels,
+        problem=host.problem,
     )
 
 

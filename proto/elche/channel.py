@@ -6,13 +6,14 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from ipaddress import ip_address
 from typing import Any
 
 import grpc
 
 from elche import tls
-from elche.network import CHANNEL_OPTIONS, split_addresses
-from elche.status import was_never_sent
+from elche.network import CHANNEL_OPTIONS, split_address, split_addresses
+from elche.status import is_unresolved, was_never_sent
 
 Options = Sequence[tuple[str, int]]
 NOBODY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -33,7 +34,7 @@ def open_channel(address: str, folder: str, options: Options = CHANNEL_OPTIONS) 
     `BadCertificate` and `BadAddress`.
     """
     addresses = split_addresses(address)
-    if not folder and len(addresses) == 1:
+    if not folder and len(addresses) == 1 and not _is_name(addresses[0]):
         return grpc.insecure_channel(address, options=options)
     held = tls.Folder(folder, needs=(tls.AUTHORITY,)) if folder else None
     return _Renewed(addresses, held, (*options, *OWN))
@@ -44,7 +45,8 @@ class _Renewed(grpc.Channel):
     beginning.
 
     A gRPC channel reads certificates once and has one address. So a new channel is opened when the certificates have
-    changed, or when the connection is lost and there are other addresses. Open calls stay on the old one.
+    changed, or when the connection is lost and there are other addresses, or one with a name. Open calls stay on the
+    old one.
     """
 
     def __init__(self, addresses: Sequence[str], folder: tls.Folder | None, options: Options) -> None:
@@ -75,9 +77,12 @@ class _Renewed(grpc.Channel):
                 self._opened.append(self._new(self._addresses[0]) if len(self._addresses) == 1 else self._first())
             return self._opened[-1]
 
-    def note(self, channel: grpc.Channel, code: grpc.StatusCode | None) -> None:
-        """Records the status code with which a call on the channel has ended."""
-        if code in NOBODY and len(self._addresses) > 1:
+    def note(self, channel: grpc.Channel, call: Any) -> None:
+        """Records how a call on the channel has ended."""
+        is_lost = call.code() in NOBODY and len(self._addresses) > 1
+        # A name that cannot be resolved for a while is looked up again after up to two minutes, and until then the old
+        # address is tried: ranks that came back too late for that were given up. A new channel looks it up at once.
+        if is_lost or (_is_name(self._addresses[0]) and (was_never_sent(call) or is_unresolved(call))):
             self._lost.add(channel)
 
     def _first(self) -> grpc.Channel:
@@ -128,6 +133,15 @@ class _Renewed(grpc.Channel):
         self.close()
 
 
+def _is_name(address: str) -> bool:
+    """True if the host is named, and not an IP address."""
+    try:
+        ip_address(split_address(address)[0])
+    except ValueError:
+        return True
+    return False
+
+
 def _as_it_is(message: bytes) -> bytes:
     return message
 
@@ -156,7 +170,7 @@ class _Method:
         try:
             return self._noted(channel, call(self._make(channel)))
         except grpc.RpcError as error:
-            self._owner.note(channel, error.code())
+            self._owner.note(channel, error)
             if (other := self._owner.present()) is channel or not was_never_sent(error):
                 raise
             return call(self._make(other))
@@ -168,5 +182,5 @@ class _Method:
     def _noted(self, channel: grpc.Channel, answer: Any) -> Any:
         """Returns the answer; has the end of a streaming call recorded."""
         if isinstance(answer, grpc.Future):
-            answer.add_done_callback(lambda call: self._owner.note(channel, call.code()))  # type: ignore[attr-defined]
+            answer.add_done_callback(lambda call: self._owner.note(channel, call))
         return answer

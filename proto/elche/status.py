@@ -38,12 +38,14 @@ HINTS = {
     "Tls handshake failed": "its certificate is expired, or of another authority than that of "
     f"the {AUTHORITY} in the folder that {VARIABLE} names",
     "Socket closed": f"if it asks for TLS, set {VARIABLE} to a folder with its {AUTHORITY}, and with a certificate "
-    "if it asks for those of clients",
+    "that has not expired if it asks for those of clients (`elche doctor` shows it)",
 }
 """Remedies by parts of gRPC's details for a connection that failed; the first match counts."""
+UNRESOLVED = "address lookup failed"
+"""Part of gRPC's details if the name cannot be resolved."""
 REASONS = {
     "Connection refused": "nothing listens there; start `elche-coordinator`, or name another address",
-    "address lookup failed": "this host name cannot be resolved",
+    UNRESOLVED: "this host name cannot be resolved",
     "http1.x server": "an HTTP server listens there, such as the coordinator's page; name the port of --listen (7717)",
 }
 """Meanings of gRPC's details, by a part of them that needs no further detail."""
@@ -106,6 +108,11 @@ def from_rpc(error: grpc.RpcError, address: str) -> ElcheError:
 def was_never_sent(error: grpc.RpcError) -> bool:
     """True if a call failed before it was sent, since there was no connection, so that repeating it is safe."""
     return NOT_CONNECTED in (error.details() or "")
+
+
+def is_unresolved(error: grpc.RpcError) -> bool:
+    """True if a call failed since the coordinator's name cannot be resolved."""
+    return UNRESOLVED in (error.details() or "")
 
 
 def explained(details: str) -> str:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -91,6 +92,27 @@ def test_nobody_is_there(ports: tuple[int, int]) -> None:
         named(channel)
     assert raised.value.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
     assert f"127.0.0.1:{ports[0]}" in str(raised.value.details())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("host", "is_looked_up"), [("no-such-host.invalid", True), ("localhost", True), ("127.0.0.1", False)]
+)
+def test_a_name_is_looked_up_after_each_failed_call(
+    host: str, is_looked_up: bool, ports: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After half a minute without DNS a channel found the coordinator's new address 15 s late, and ranks were lost."""
+    opened, open_one = [], grpc.insecure_channel
+
+    def noted(*args: Any, **more: Any) -> grpc.Channel:
+        opened.append(args)
+        return open_one(*args, **more)
+
+    monkeypatch.setattr(grpc, "insecure_channel", noted)
+    with open_channel(f"{host}:{ports[0]}", "") as channel:
+        for _ in range(3):
+            with pytest.raises(grpc.RpcError):
+                named(channel)
+    assert (len(opened) > 2) == is_looked_up
 
 
 @pytest.mark.parametrize("text", ["", "gpu1", "gpu1:7717,", "gpu1:7717,gpu2", "gpu1:99999"])

@@ -16,6 +16,7 @@ from elche_coordinator.core.messages.events import (
     DeadlinePassed,
     DrainRequested,
     Event,
+    HostFitnessChanged,
     JobCancelled,
     JobSubmitted,
     QuotasSet,
@@ -110,7 +111,10 @@ class Story:
             a_job = JobId(f"job-{self.random.randint(1, self.num_jobs + 1)}")
             a_host = AgentId(f"host-{self.random.randint(0, self.num_hosts)}")
             match choose(
-                ["submit"] * 8 + ["exit"] * 4 + ["cancel"] * 3 + ["join", "join", "lose", "drain", "scale", "quota"]
+                ["submit"] * 8
+                + ["exit"] * 4
+                + ["cancel"] * 3
+                + ["join", "join", "lose", "drain", "scale", "quota", "fill"]
             ):
                 case "submit":
                     self.submit()
@@ -124,6 +128,8 @@ class Story:
                     self.handle(AgentLost(agent_id=a_host))
                 case "drain":
                     self.handle(DrainRequested(agent_id=a_host, is_drained=choose([True, False])))
+                case "fill":
+                    self.handle(HostFitnessChanged(agent_id=a_host, problem=choose(["its disk is full", ""])))
                 case "scale":
                     self.handle(ScaleRequested(job_id=a_job, num_ranks=self.random.randint(1, 6)))
                 case "quota":

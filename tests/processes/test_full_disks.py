@@ -11,7 +11,7 @@ from processes.test_lost_ranks import Story, begin, succeeds
 
 from elche.errors import JobFailed
 from elche_client.events import JobView, MembershipReport, RoundReport
-from support.real_processes import Cluster, eventually
+from support.real_processes import Cluster, Command, eventually
 
 __all__ = ["begin"]
 
@@ -40,14 +40,19 @@ def full_disk(pid: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, most))
 
 
-def test_the_store_cannot_be_written_for_a_while(cluster: Cluster, begin: Callable[..., Story]) -> None:
+def test_the_store_cannot_be_written_for_a_while(
+    cluster: Cluster, begin: Callable[..., Story], elche: Callable[..., Command]
+) -> None:
     """Nothing is told that is not durable; ranks wait, and nothing is lost."""
     story = begin()
     eventually(lambda: len(story.of(RoundReport)) > 3, "rounds are committed")
     with full_disk(cluster.coordinator.process.pid):
         eventually(lambda: is_quiet(story), "no round is told")
+        said = elche("jobs", "--coordinator", cluster.coordinator.address).out
+        assert "all jobs wait: the coordinator cannot write its records (" in said
     told = len(story.of(RoundReport))
     eventually(lambda: len(story.of(RoundReport)) > told, "they are told again")
+    assert "all jobs wait" not in elche("jobs", "--coordinator", cluster.coordinator.address).out
     story.hurry()
     succeeds(story, survivors=())
     assert [len(story.pids(rank)) for rank in range(3)] == [1, 1, 1]

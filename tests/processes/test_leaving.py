@@ -45,23 +45,26 @@ def hosts(mark: Mark, tmp_path: Path) -> Iterator[Hosts]:
         yield Hosts(mark, tmp_path, stack)
 
 
-def test_a_worker_that_can_write_no_more_leaves_and_what_it_was_given_begins_elsewhere(
-    hosts: Hosts, begin: Callable[..., Story], tmp_path: Path
+def test_a_worker_that_can_write_no_more_gets_no_ranks_until_it_can(
+    hosts: Hosts, begin: Callable[..., Story], elche: Callable[..., Command], tmp_path: Path
 ) -> None:
     """Its disk is full, or read-only since a fault: every job that was placed there failed, one after the other."""
-    unfit = hosts.join("a", "cpu")
-    shutil.rmtree(tmp_path / "a" / "work")
-    (tmp_path / "a" / "work").write_text("no folder")
+    unfit, work = hosts.join("a", "cpu"), tmp_path / "a" / "work"
+    shutil.rmtree(work)
+    work.write_text("no folder")
     story = begin(client=hosts.client, num_ranks=1)
+    why = f"can start none: --work-dir {work} cannot be written (File exists)"
     eventually(
-        lambda: unfit.process.poll() is not None or hosts.client.get(story.job.id).state.has_ended,
-        "the worker leaves, or the job has failed",
+        lambda: why in (view := hosts.client.get(story.job.id)).reason or view.state.has_ended,
+        "the job waits for another host, or has failed",
     )
-    assert unfit.process.poll() == 2
-    assert "work cannot be written (File exists), and every job here would fail" in unfit.log.read_text()
-    eventually(lambda: hosts.client.get(story.job.id).state is JobState.QUEUED, "the job waits for another host")
-    hosts.join("b", "cpu")
+    assert hosts.client.get(story.job.id).state is JobState.QUEUED
+    there = hosts.coordinator.address
+    assert "can start no ranks: --work-dir" in elche("hosts", "--coordinator", there).out
+    assert "cannot be written (File exists): until it can, this host gets no more ranks" in unfit.log.read_text()
+    work.unlink()
     trains(story, 0)
+    assert hosts.client.hosts()[0].problem == ""
 
 
 def test_a_worker_that_gets_sigterm_leaves_with_its_work_committed(hosts: Hosts, begin: Callable[..., Story]) -> None:

@@ -221,6 +221,7 @@ def given(core: Coordinator) -> dict[str, ev.Event]:
         ev.ScaleRequested(job_id=JOB, num_ranks=1),
         ev.SlotsRequested(job_id=JOB, num_ranks=1, by=JobId("another")),
         ev.DrainRequested(agent_id=host, is_drained=True),
+        ev.HostFitnessChanged(agent_id=host, problem="its disk is full"),
         ev.QuotasSet(quotas={"default": 1}),
         ev.JobsForgotten(job_ids=(JOB,)),
         ev.DeadlinePassed(),

@@ -111,15 +111,3 @@ def test_ctrl_c_is_not_for_the_process_that_lists_the_devices(monkeypatch: pytes
     assert _find(["cuda:0"]) == [{"device": "cuda:0"}]
     assert inherited == [signal.SIG_IGN]
     assert signal.getsignal(signal.SIGINT) is before
-
-
-@pytest.mark.parametrize("num_running", [0, 1])
-def test_a_worker_on_a_full_disk_stays_while_ranks_run_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_running: int
-) -> None:
-    """To leave could lose what they have trained since their last checkpoint."""
-    agent = Agent("127.0.0.1:1", [], tmp_path / "work")
-    monkeypatch.setattr(Processes, "num_running", num_running)
-    monkeypatch.setattr(agent, "_work_dir", Path("/proc/no-folder"))
-    assert agent._is_fit() == bool(num_running)
-    assert (agent._unfit is None) == bool(num_running)

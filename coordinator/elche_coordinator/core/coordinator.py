@@ -24,6 +24,7 @@ from elche_coordinator.core.messages.events import (
     DeadlinePassed,
     DrainRequested,
     Event,
+    HostFitnessChanged,
     JobBroken,
     JobCancelled,
     JobsForgotten,
@@ -357,6 +358,8 @@ class Coordinator:
                     placed.give_slots(event.num_ranks, event.by, self._now_s)
             case DrainRequested():
                 self._drain(event)
+            case HostFitnessChanged():
+                self._may_place |= self.fleet.set_problem(event.agent_id, event.problem)
             case QuotasSet():
                 self.quotas, self._may_place = dict(event.quotas), True
             case JobsForgotten():
@@ -434,6 +437,7 @@ class Coordinator:
                 # P19.6).
                 is_victim = event.exit_code < 0 or event.exit_code == LEFT_ALONE
                 death = Death.KILLED if is_victim else Death.BY_ITSELF
+                death = Death.WITH_HOST if event.not_started else death
                 record.exit_code = event.exit_code
                 if event.was_stopped:
                     job.silence.on_was_stopped(record.rank)

@@ -10,7 +10,13 @@ import grpc
 from elche.errors import ElcheError, InvalidJob, UnknownMessage, Unreachable
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_coordinator import codec
-from elche_coordinator.core.messages.events import DrainRequested, Event, RankStarted, StacksReported
+from elche_coordinator.core.messages.events import (
+    DrainRequested,
+    Event,
+    HostFitnessChanged,
+    RankStarted,
+    StacksReported,
+)
 from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import AnyStream, Driver
@@ -86,6 +92,8 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                         event = StacksReported(**address, agent_id=agent_id, text=text)
                     case "host_leaves":
                         event = DrainRequested(agent_id=agent_id, is_drained=True)
+                    case "host_fitness":
+                        event = HostFitnessChanged(agent_id=agent_id, problem=request.host_fitness.problem)
                     case "hello":
                         raise InvalidJob("an agent says its hello once, and first")
                     case None:

@@ -89,7 +89,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         return job_pb2.SubmitJobResponse(job_id=job_id)
 
     async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Context) -> job_pb2.ListJobsResponse:
-        page = job_pb2.ListJobsResponse()
+        page = job_pb2.ListJobsResponse(problem=requests.problem(self._driver))
         page.next_page_token = _fill(
             page.jobs,
             self._catalogue.job_ids(),

@@ -49,7 +49,7 @@ async def submit(driver: Driver, spec: JobSpec, key: str = "") -> JobId:
         raise
     if driver.writer.failing:
         driver.sources.discard(spec.source_hash)
-        raise TooMuch(f"the coordinator cannot write its records ({driver.writer.failing}); nothing was submitted")
+        raise TooMuch(f"{problem(driver)}; nothing was submitted")
     job_id = new_job_id(spec.name)
     driver.handle(JobSubmitted(job_id=job_id, spec=spec, submitted_at=time.time(), key=key))
     try:
@@ -111,6 +111,12 @@ async def resume(
     except KeyError:
         raise InvalidJob(f"the file of job {view.job_id} is not in the database any more; submit it again") from None
     return await submit(driver, spec), spec.resume
+
+
+def problem(driver: Driver) -> str:
+    """Why the coordinator decides nothing: its database cannot be written; empty if it can."""
+    why = driver.writer.failing
+    return f"the coordinator cannot write its records ({why})" if why else ""
 
 
 def _refuse_complete(result: JobResult, job_id: str, settings: Mapping[str, str]) -> None:

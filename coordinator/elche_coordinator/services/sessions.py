@@ -42,7 +42,9 @@ def attend(driver: Driver, hello: agent_pb2.AgentHello, caller: str = "") -> tup
         driver.handle(codec.agent_joined(agent_id, hello), identity=hello.identity)
     stream = driver.streams.agents[agent_id]
     queue: AgentQueue = stream.connect(0 if is_new else hello.num_received)
-    welcome = agent_pb2.AgentWelcome(agent_id=agent_id, store=driver.identity.id, taken=stream.num_taken, is_new=is_new)
+    welcome = agent_pb2.AgentWelcome(
+        agent_id=agent_id, store=driver.identity.id, taken=stream.num_taken, is_new=is_new, takes_fitness=True
+    )
     # First of all: it says which of the agent's messages are durable, before any order is repeated.
     queue.put(agent_pb2.AttendResponse(welcome=welcome))
     stream.resend()

@@ -56,6 +56,7 @@ CHARACTERS = {
     "EpochWork.scalars": 200,
     "Evaluated.sums": 200,
     "Evaluated.tensors": 200,
+    "HostFitness.problem": 1000,
     "JobSpec.arguments": 1 << 15,
     "JobSpec.artifacts": 1000,
     "JobSpec.environment": 1 << 15,

@@ -310,7 +310,7 @@ class Web:
 
     async def _begin_download(self, view: JobView) -> Download:
         chunks = requests.model_chunks(self._catalogue, self._driver.agents, self._artifacts, view, Rest())
-        return await self._downloads.begin(chunks, f"{view.job_id}.safetensors")
+        return await self._downloads.begin(chunks, f"{view.job_id}.safetensors", CALLER.get().name)
 
     async def _link(self, download: Download) -> str:
         """A link to the download, which is closed if there are too many. Raises `TooMuch`."""

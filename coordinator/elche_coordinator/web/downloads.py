@@ -9,7 +9,7 @@ from urllib.parse import quote
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from elche_coordinator.limits.budgets import Budget
+from elche_coordinator.limits.budgets import MAX_FILE_CALLS, MAX_FILE_CALLS_OF_CALLER, Budget
 
 LINK_S = 30.0
 """Seconds for which a link is valid."""
@@ -22,8 +22,12 @@ MAX_LINKS_OF_CALLER = 8
 class Download:
     """A file whose first chunk has arrived."""
 
-    def __init__(self, file_name: str, chunks: AsyncIterator[bytes], first: bytes) -> None:
+    def __init__(
+        self, file_name: str, chunks: AsyncIterator[bytes], first: bytes, counted: ExitStack | None = None
+    ) -> None:
+        """`counted` is closed with the download."""
         self.file_name = file_name
+        self._counted = counted or ExitStack()
         self._chunks = chunks
         self._first = first
 
@@ -34,8 +38,9 @@ class Download:
 
     async def close(self) -> None:
         """Cancels the rest; the delivering host learns it with its next chunk."""
-        async with aclosing(self._chunks):  # type: ignore[type-var]  # it is a generator
-            pass
+        with self._counted:
+            async with aclosing(self._chunks):  # type: ignore[type-var]  # it is a generator
+                pass
 
 
 class DownloadResponse(StreamingResponse):
@@ -55,20 +60,25 @@ class DownloadResponse(StreamingResponse):
 
 
 class Downloads:
-    """Downloads whose links have not been followed yet."""
+    """Downloads of models, and links to downloads that have not been followed yet."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Download] = {}
         """Downloads by the names of their links."""
         self._links = Budget("downloads that have not been started", MAX_LINKS_OF_CALLER, MAX_LINKS)
+        self._models = Budget("models that are sent", MAX_FILE_CALLS_OF_CALLER, MAX_FILE_CALLS)
         self._counted: dict[str, ExitStack] = {}
         """The entry of each link in `_links`, by name; closing it frees the place."""
 
-    async def begin(self, chunks: AsyncGenerator[bytes], file_name: str) -> Download:
-        """Waits for the first chunk. Raises `ElcheError` when the host cannot deliver."""
+    async def begin(self, chunks: AsyncGenerator[bytes], file_name: str, caller: str) -> Download:
+        """Waits for the first chunk. Raises `ElcheError` when the host cannot deliver, and `TooMuch` when too many
+        models are sent: each takes some MB, also if nobody reads it.
+        """
         # The host waits with its first part until the link is followed: so a host that is gone is told on the page, and
         # not by a broken file. A browser could also fetch with the token, but then holds the whole model in memory.
-        return Download(file_name, chunks, await anext(chunks, b""))
+        with ExitStack() as counted:
+            counted.enter_context(self._models.taking(caller))
+            return Download(file_name, chunks, await anext(chunks, b""), counted.pop_all())
 
     def link(self, download: Download, caller: str) -> str:
         """A new link: a path that works once, for `LINK_S`. Raises `TooMuch` when too many links are open."""

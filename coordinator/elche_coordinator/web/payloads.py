@@ -116,6 +116,7 @@ def _host(view: HostView) -> dict[str, Any]:
         "num_slots": len(view.slots),
         "busy": len(view.ranks),
         "drained": view.is_drained,
+        "problem": _cut(view.problem, MAX_TEXT),
         "slots": [
             {
                 "device": _cut(f"{slot.device} {slot.model}".strip(), MAX_NAME),

@@ -474,6 +474,7 @@ class RankExited(_message.Message):
     GROUP_POSITION_FIELD_NUMBER: _builtins.int
     LOG_PATH_FIELD_NUMBER: _builtins.int
     WAS_STOPPED_FIELD_NUMBER: _builtins.int
+    NOT_STARTED_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id."""
     rank: _builtins.int
@@ -490,6 +491,8 @@ class RankExited(_message.Message):
     """The log of that process on this host; empty: the rank's."""
     was_stopped: _builtins.bool
     """True if somebody had stopped it (SIGSTOP) when it was to be ended."""
+    not_started: _builtins.bool
+    """True if it was never started, since its host can start none (`HostFitness`): nothing is wrong with its job."""
     def __init__(
         self,
         *,
@@ -501,10 +504,11 @@ class RankExited(_message.Message):
         group_position: _builtins.int = ...,
         log_path: _builtins.str = ...,
         was_stopped: _builtins.bool = ...,
+        not_started: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "group_position", b"group_position", "incarnation", b"incarnation", "job_id", b"job_id", "log_path", b"log_path", "log_tail", b"log_tail", "rank", b"rank", "was_stopped", b"was_stopped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "group_position", b"group_position", "incarnation", b"incarnation", "job_id", b"job_id", "log_path", b"log_path", "log_tail", b"log_tail", "not_started", b"not_started", "rank", b"rank", "was_stopped", b"was_stopped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -596,6 +600,28 @@ class HostLeaves(_message.Message):
 Global___HostLeaves: _TypeAlias = HostLeaves  # noqa: Y015
 
 @_typing.final
+class HostFitness(_message.Message):
+    """From an agent: whether its host can start ranks. While it cannot it gets no others; those that run there go on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    problem: _builtins.str
+    """Why it can start none, as text for people; empty: it can again."""
+    def __init__(
+        self,
+        *,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostFitness: _TypeAlias = HostFitness  # noqa: Y015
+
+@_typing.final
 class AttendRequest(_message.Message):
     """From the agent to the coordinator."""
 
@@ -606,6 +632,7 @@ class AttendRequest(_message.Message):
     RANK_EXITED_FIELD_NUMBER: _builtins.int
     RANK_STACKS_FIELD_NUMBER: _builtins.int
     HOST_LEAVES_FIELD_NUMBER: _builtins.int
+    HOST_FITNESS_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     NUM_RECEIVED_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
@@ -632,6 +659,10 @@ class AttendRequest(_message.Message):
     def host_leaves(self) -> Global___HostLeaves:
         """The agent is to end soon."""
 
+    @_builtins.property
+    def host_fitness(self) -> Global___HostFitness:
+        """Whether the host can start ranks; only to a coordinator that `takes_fitness`."""
+
     def __init__(
         self,
         *,
@@ -640,14 +671,15 @@ class AttendRequest(_message.Message):
         rank_exited: Global___RankExited | None = ...,
         rank_stacks: Global___RankStacks | None = ...,
         host_leaves: Global___HostLeaves | None = ...,
+        host_fitness: Global___HostFitness | None = ...,
         seq: _builtins.int = ...,
         num_received: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "host_leaves", b"host_leaves", "message", b"message", "rank_exited", b"rank_exited", "rank_stacks", b"rank_stacks", "rank_started", b"rank_started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "host_fitness", b"host_fitness", "host_leaves", b"host_leaves", "message", b"message", "rank_exited", b"rank_exited", "rank_stacks", b"rank_stacks", "rank_started", b"rank_started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "host_leaves", b"host_leaves", "message", b"message", "num_received", b"num_received", "rank_exited", b"rank_exited", "rank_stacks", b"rank_stacks", "rank_started", b"rank_started", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "host_fitness", b"host_fitness", "host_leaves", b"host_leaves", "message", b"message", "num_received", b"num_received", "rank_exited", b"rank_exited", "rank_stacks", b"rank_stacks", "rank_started", b"rank_started", "seq", b"seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "rank_started", "rank_exited", "rank_stacks", "host_leaves"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "rank_started", "rank_exited", "rank_stacks", "host_leaves", "host_fitness"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -765,6 +797,7 @@ class AgentWelcome(_message.Message):
     STORE_FIELD_NUMBER: _builtins.int
     TAKEN_FIELD_NUMBER: _builtins.int
     IS_NEW_FIELD_NUMBER: _builtins.int
+    TAKES_FITNESS_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
     """The agent's id."""
     store: _builtins.str
@@ -773,6 +806,8 @@ class AgentWelcome(_message.Message):
     """The number of the last message that the coordinator has durably."""
     is_new: _builtins.bool
     """True if the agent is new to the coordinator, which knows nothing of ranks on it: those that run are to end."""
+    takes_fitness: _builtins.bool
+    """True; coordinators of the version before know no `HostFitness`."""
     def __init__(
         self,
         *,
@@ -780,10 +815,11 @@ class AgentWelcome(_message.Message):
         store: _builtins.str = ...,
         taken: _builtins.int = ...,
         is_new: _builtins.bool = ...,
+        takes_fitness: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "is_new", b"is_new", "store", b"store", "taken", b"taken"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "is_new", b"is_new", "store", b"store", "taken", b"taken", "takes_fitness", b"takes_fitness"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -355,12 +355,15 @@ class HostView(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     IS_DRAINED_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
     """Its agent's id."""
     host: _builtins.str
     """Its name; several hosts may have the same."""
     is_drained: _builtins.bool
     """True if it gets no more ranks."""
+    problem: _builtins.str
+    """Why it can start no ranks now, as text for people; empty: it can."""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotView]:
         """Its devices."""
@@ -377,10 +380,11 @@ class HostView(_message.Message):
         slots: _abc.Iterable[Global___SlotView] | None = ...,
         is_drained: _builtins.bool = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "host", b"host", "is_drained", b"is_drained", "labels", b"labels", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "host", b"host", "is_drained", b"is_drained", "labels", b"labels", "problem", b"problem", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1780,8 +1784,11 @@ class ListJobsResponse(_message.Message):
 
     JOBS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Requests the next page; empty on the last one."""
+    problem: _builtins.str
+    """Why the coordinator decides nothing now, so that all jobs wait, as text for people; empty: it does."""
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobView]:
         """Oldest first."""
@@ -1791,10 +1798,11 @@ class ListJobsResponse(_message.Message):
         *,
         jobs: _abc.Iterable[Global___JobView] | None = ...,
         next_page_token: _builtins.str = ...,
+        problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "next_page_token", b"next_page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "next_page_token", b"next_page_token", "problem", b"problem"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -29,8 +29,9 @@ from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche.v1.job_pb2 import Fault
 from elche_worker.agent.artifacts import ArtifactWriter
 from elche_worker.agent.confinement import Confinement
+from elche_worker.agent.fitness import Fitness
 from elche_worker.agent.identity import AgentIdentity
-from elche_worker.agent.job_folders import JobFolders, check_writable
+from elche_worker.agent.job_folders import JobFolders
 from elche_worker.agent.link_speed import LinkFault, listen, measure
 from elche_worker.agent.processes import Exit, Key, Processes, RankStart, SpawnerProcess, rank_exited
 from elche_worker.agent.stopped_work import submit_stopped_work
@@ -57,6 +58,8 @@ they would hold their devices forever.
 """
 FOLLOW_EVERY_S = 0.2
 """Seconds between two looks at a followed log, or at ranks that are to leave."""
+MAX_PROBLEM = 1000
+"""Most characters of why this host can start no ranks."""
 MAX_GONE = 100
 """Most dead agents that are named to the coordinator; the newest ones."""
 REFUSALS = (
@@ -111,8 +114,8 @@ class Agent:
         """True if the present stream, or the last one, has received a welcome."""
         self._is_leaving = False
         """True once `leave` was called. A second call ends everything at once."""
-        self._unfit: ElcheError | None = None
-        """Why no rank can be started on this host, for which the agent leaves; None while one can."""
+        self._tells_fitness = False
+        """True if the coordinator takes `HostFitness`."""
         self._coordinator = coordinator
         self._slots = slots
         self._labels = labels or {}
@@ -126,6 +129,7 @@ class Agent:
         self._outbound: Outbound[agent_pb2.AttendRequest] = Outbound()
         self._call: Any = None
         self._folders = JobFolders(work_dir)
+        self._fitness = Fitness(work_dir, self._tell_fitness)
         self._deliveries = threading.Semaphore(MAX_DELIVERIES)
         self._processes = Processes(self._report_exit, len(slots), confinement, spawner)
         self._is_confined = confinement is not None
@@ -137,13 +141,13 @@ class Agent:
 
     def run(self) -> None:
         """Serves until `stop`; waits for a coordinator that does not answer. Raises `Unreachable` if the coordinator
-        refuses the agent, `BadCertificate` if its certificate is wrong, and `ElcheError` if it has left because the
-        work folder cannot be written.
+        refuses the agent, and `BadCertificate` if its certificate is wrong.
         """
         self._processes.warm_up()
         # Confined ranks are not trusted: a record that one has written could name any folder of this host as its draft.
         if not self._is_confined:
             submit_stopped_work(self._coordinator, self._tls, self._folders, self._stopped)
+        threading.Thread(target=self._fitness.watch, args=(self._stopped,), daemon=True).start()
         retry_s, seen_s, logged_s = RETRY_S, time.monotonic(), -LOG_EVERY_S
         while not self._stopped.is_set():
             reason = self._serve()
@@ -163,8 +167,6 @@ class Agent:
             self._stopped.wait(soon(retry_s))
             retry_s = min(2 * retry_s, MAX_RETRY_S)
         self._processes.close()  # this process must not end before `stop` has ended them
-        if self._unfit is not None:
-            raise self._unfit
 
     def _serve(self) -> str:
         """Carries out orders until the stream ends; returns why it has. Raises as `run` does, with all ranks ended."""
@@ -293,6 +295,9 @@ class Agent:
                 log.warning("the coordinator has given %d ranks up: they are ended", num_ranks)
             self._give_up_ranks()
         self._store, self._is_welcome = welcome.store, True
+        self._tells_fitness = welcome.takes_fitness
+        if welcome.is_new:
+            self._fitness.tell_again()
 
     def _do(self, response: agent_pb2.AttendResponse) -> None:
         match response.WhichOneof("message"):
@@ -448,26 +453,16 @@ class Agent:
         except BadCertificate as error:
             log.warning("%s is not delivered: %s", what, error)
 
-    def _is_fit(self) -> bool:
-        """False if the work folder cannot be written any more. A rank that ends for that would fail its job, and so
-        would the next one: the agent leaves instead, so that jobs are placed on other hosts, or wait for one. While
-        ranks run here it stays: without a disk for a checkpoint, leaving could lose their work.
-        """
-        try:
-            check_writable(self._work_dir)
-        except ElcheError as error:
-            if self._unfit is None:
-                if self._processes.num_running:
-                    return True
-                self._unfit = error
-                log.error("%s; this worker leaves", error)
-                threading.Thread(target=self.leave, daemon=True).start()
-        return self._unfit is None
+    def _tell_fitness(self, problem: str) -> None:
+        if self._tells_fitness:
+            fitness = agent_pb2.HostFitness(problem=problem[:MAX_PROBLEM])
+            self._outbound.send(agent_pb2.AttendRequest(host_fitness=fitness))
 
     def _start_rank(self, start: agent_pb2.StartRank) -> None:
-        if not self._is_fit():
-            return
         key = (start.job_id, start.rank, start.incarnation)
+        if problem := self._fitness.look():
+            self._report_exit(key, Exit(code=1, log_tail=problem, not_started=True))
+            return
         folder = Path(start.spec.output_dir) if start.spec.output_dir else self._work_dir / start.job_id
         self._folders.remember(start.job_id, folder)
         log_path = _log_path(folder, start.rank)

@@ -27,15 +27,31 @@ MOST_TOLD = 500
 
 def check_writable(work_dir: Path) -> None:
     """Raises `ElcheError` if nothing can be written there: every job that such a worker was given would fail."""
+    if problem := problem_of(work_dir):
+        raise ElcheError(
+            f"{problem}, and every job here would fail: make room, give it to this user, or name another folder"
+        )
+
+
+def problem_of(work_dir: Path) -> str:
+    """Why no rank can be started: nothing can be written there, or no temporary file, which PyTorch needs to be
+    imported; empty if one can.
+    """
     try:
         work_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=work_dir) as file:
-            file.write(bytes(NEEDED_BYTES))
+        _write(work_dir)
     except OSError as error:
-        raise ElcheError(
-            f"--work-dir {work_dir} cannot be written ({error.strerror}), and every job here would fail: make room, "
-            "give it to this user, or name another folder"
-        ) from error
+        return f"--work-dir {work_dir} cannot be written ({error.strerror})"
+    try:
+        _write(Path(tempfile.gettempdir()))
+    except OSError as error:
+        return f"{tempfile.tempdir or 'TMPDIR'}, for temporary files, cannot be written ({error.strerror})"
+    return ""
+
+
+def _write(folder: Path) -> None:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(NEEDED_BYTES))
 
 
 class JobFolders:

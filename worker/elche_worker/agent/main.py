@@ -171,6 +171,8 @@ def main(
       elche-worker --devices cuda:0,cuda:1 --share 2
     """
     use_utf8()
+    # Before gRPC is imported: of a coordinator that cannot be reached, this program says once a minute why.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from elche_worker.agent.agent import Agent
     from elche_worker.agent.job_folders import check_writable
     from elche_worker.agent.notices import watch

@@ -76,6 +76,8 @@ class Exit:
     """The process's log, if it is not the rank's main log."""
     was_stopped: bool = False
     """True if the process was stopped (SIGSTOP) when the agent tried to end it."""
+    not_started: bool = False
+    """True if it was not started, since this host can start none."""
 
 
 @dataclass(slots=True)
@@ -463,6 +465,7 @@ def rank_exited(key: Key, ended: Exit) -> agent_pb2.AttendRequest:
         group_position=ended.member,
         log_path=ended.log_path,
         was_stopped=ended.was_stopped,
+        not_started=ended.not_started,
     )
     return agent_pb2.AttendRequest(rank_exited=exited)
 

@@ -41,7 +41,7 @@ class Death(Enum):
     KILLED = auto()
     """By a signal, or because processes of its group were killed."""
     WITH_HOST = auto()
-    """Its host was lost; the process may still run there, cut off."""
+    """Its host was lost; the process may still run there, cut off. Or its host could not start it."""
 
 
 class FruitlessAttempts:

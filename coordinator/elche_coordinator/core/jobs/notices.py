@@ -8,6 +8,8 @@ from elche_coordinator.core.records.ranks import RankRecord
 
 def death_notice(record: RankRecord, event: RankExited) -> str:
     """Describes the end of a rank's process."""
+    if event.not_started:
+        return f"{_name(record)} cannot be started: {event.log_tail}"
     code = event.exit_code
     how = f"was killed by signal {-code}" if code < 0 else f"left with exit code {code}"
     how = "has lost the processes that it works with" if code == LEFT_ALONE else how
@@ -37,8 +39,10 @@ def too_few_notice(num_ranks: int, least: int, num_loading: int = 0) -> str:
     return f"waits for {more}: it has {num_ranks}, and trains with {least} or more{loading}"
 
 
-def slots_notice(spec: JobSpec, num_free: int, num_slots: int, *, is_possible: bool) -> str:
-    """The slots for which a queued job waits, and how many there are. `is_possible`: one host has enough for a loop."""
+def slots_notice(spec: JobSpec, num_free: int, num_slots: int, unfit: str, *, is_possible: bool) -> str:
+    """The slots for which a queued job waits, and how many there are; `unfit`: which host can start no ranks, and why.
+    `is_possible`: one host has enough for a loop.
+    """
     num, size = spec.least_ranks, spec.group_size
     wanted = f"{num} free slot{'s' if num > 1 else ''}"
     if spec.is_loop and num > 1:
@@ -50,7 +54,7 @@ def slots_notice(spec: JobSpec, num_free: int, num_slots: int, *, is_possible: b
     never = "" if num * size <= num_slots else "; start more workers"
     if not is_possible and num > 1 and num_slots:
         never = "; no host offers so many, and all ranks of a script with its own loop are on one: submit it with fewer"
-    return f"waits for {wanted}: {there}{never}"
+    return f"waits for {wanted}: {there}{never}" + (f"; {unfit}" if unfit else "")
 
 
 def checkpoint_notice(spec: JobSpec, why: str) -> str:

@@ -216,6 +216,7 @@ class Placing:
                     spec,
                     offers.num_free(spec),
                     offers.num_slots(spec),
+                    fleet.unfit(spec.conditions),
                     is_possible=not spec.is_loop or can_wait,
                 )
                 wait = _Reason(reason)

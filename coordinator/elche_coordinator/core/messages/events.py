@@ -340,6 +340,8 @@ class RankExited(RankEvent):
     """Log of that process, if it is not the rank's main log."""
     was_stopped: bool = False
     """True if the process was stopped (SIGSTOP) when the agent tried to end it."""
+    not_started: bool = False
+    """True if it was never started, since its host can start none (`HostFitnessChanged`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -463,6 +465,15 @@ class DrainRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostFitnessChanged:
+    """A host can start no ranks, as its agent reports, such as with a full disk; or it can again."""
+
+    agent_id: AgentId
+    problem: str
+    """Why it can start none; empty: it can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuotasSet:
     """The coordinator was started with these quotas. An event, so that a tape is replayed with the quotas of
     its time.
@@ -528,6 +539,7 @@ Event = (
     | ScaleRequested
     | SlotsRequested
     | DrainRequested
+    | HostFitnessChanged
     | QuotasSet
     | JobsForgotten
     | DeadlinePassed

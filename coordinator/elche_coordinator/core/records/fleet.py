@@ -34,10 +34,17 @@ class AgentRecord:
     """
     is_drained: bool = False
     """True if it gets no more ranks."""
+    problem: str = ""
+    """Why it can start no ranks; empty: it can."""
     folder: str = ""
     """Id of its work folder; empty: unknown."""
     jobs: tuple[JobId, ...] = ()
     """Jobs that ended before it joined, and whose folders it has."""
+
+    @property
+    def is_offered(self) -> bool:
+        """True if it gets ranks."""
+        return not self.is_drained and not self.problem
 
     def meeting(self, conditions: Collection[str]) -> frozenset[int]:
         """The slots that meet all conditions."""
@@ -63,6 +70,8 @@ class HostView:
     is_drained: bool = False
     """True if it gets no more ranks."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    problem: str = ""
+    """Why it can start no ranks; empty: it can."""
 
 
 class Fleet:
@@ -126,6 +135,24 @@ class Fleet:
         agent.is_drained = is_drained
         return True
 
+    def set_problem(self, agent_id: AgentId, problem: str) -> bool:
+        """Notes why the host can start no ranks, or that it can. Returns False if this was known, or it is unknown."""
+        agent = self.agents.get(agent_id)
+        if agent is None or agent.problem == problem:
+            return False
+        agent.problem = problem
+        return True
+
+    def unfit(self, conditions: tuple[str, ...]) -> str:
+        """A host with slots that meet the conditions, which can start no ranks, and why; empty: there is none."""
+        meeting = self._slots_meeting(conditions)
+        problems = (
+            f"host {agent.host} can start none: {agent.problem}"
+            for agent_id, agent in self.agents.items()
+            if agent.problem and meeting[agent_id]
+        )
+        return next(problems, "")
+
     def meets(self, place: Place, conditions: tuple[str, ...]) -> bool:
         """True if the slot, of a known host, meets all conditions."""
         return place.slot in self._slots_meeting(conditions)[place.agent_id]
@@ -145,21 +172,18 @@ class Fleet:
         return known
 
     def free_places(self, conditions: tuple[str, ...] = ()) -> list[Place]:
-        """The free slots of hosts that are not drained, host by host."""
+        """The free slots of hosts that get ranks, host by host."""
         return [place for place in self.offered(conditions) if place not in self.taken]
 
     def offered(self, conditions: tuple[str, ...] = ()) -> list[Place]:
-        """The slots of hosts that are not drained, free or not."""
+        """The slots of hosts that get ranks, free or not."""
         meeting = self._slots_meeting(conditions)
         return [
-            place
-            for agent_id, agent in self.agents.items()
-            if not agent.is_drained
-            for place in meeting[agent_id].values()
+            place for agent_id, agent in self.agents.items() if agent.is_offered for place in meeting[agent_id].values()
         ]
 
     def num_slots(self, conditions: tuple[str, ...] = ()) -> int:
-        """Number of slots that one job could have of all hosts, drained or not."""
+        """Number of slots that one job could have of all hosts, whether these get ranks or not."""
         meeting = self._slots_meeting(conditions)
         return len(self._once((place for agent_id in self.agents for place in meeting[agent_id].values()), set()))
 
@@ -168,7 +192,7 @@ class Fleet:
         return self._once((one for one in self.free_places(conditions) if one not in without), set())
 
     def num_groups(self, spec: JobSpec) -> int:
-        """Number of ranks of the job for which hosts that are not drained have slots, free or not; for a loop, only
+        """Number of ranks of the job for which hosts that get ranks have slots, free or not; for a loop, only
         slots of the host that has most.
         """
         return len(self._groups(self._once(self.offered(spec.conditions), set()), spec))
@@ -218,6 +242,8 @@ class Fleet:
             return ""
         if all(one.is_drained for one in holders):
             return "is drained" if holders else "is not connected"
+        if all(not one.is_offered for one in holders):
+            return f"can start no rank ({next(one.problem for one in holders if one.problem)})"
         return "has no free slot for it"
 
     def _device(self, place: Place) -> tuple[AgentId, str]:
@@ -264,6 +290,7 @@ class Fleet:
                 ranks=ranks[agent_id],
                 is_drained=agent.is_drained,
                 labels=agent.labels,
+                problem=agent.problem,
             )
             for agent_id, agent in self.agents.items()
         ]

@@ -254,7 +254,7 @@ function show_hosts(list) {
     if (host.num_slots > host.slots.length) slots.push(h("li", { class: "soft" }, `and ${host.num_slots - host.slots.length} more`));
     return h("li", { class: "card host" },
       h("div", { class: "row" },
-        h("div", {}, h("h3", {}, host.host, " ", h("span", { class: "soft" }, host.id)), h("p", { class: host.drained ? "warn" : "soft" }, `${host.busy} of ${plural(host.num_slots, "slot")} busy${host.drained ? ", drained: it gets no more ranks" : ""}`)),
+        h("div", {}, h("h3", {}, host.host, " ", h("span", { class: "soft" }, host.id)), h("p", { class: host.drained || host.problem ? "warn" : "soft" }, `${host.busy} of ${plural(host.num_slots, "slot")} busy${host.drained ? ", drained: it gets no more ranks" : host.problem ? `, it can start no ranks: ${host.problem}` : ""}`)),
         h("button", { type: "button", "aria-label": `${host.drained ? "Use" : "Drain"} ${name}`, title: host.drained ? "Give it ranks again" : "Give it no more ranks", onclick: () => act(`/api/agents/${encodeURIComponent(host.id)}/${host.drained ? "undrain" : "drain"}`) }, host.drained ? "Use" : "Drain")),
       h("ul", { class: "slots" }, ...slots));
   });

@@ -1,0 +1,63 @@
+"""Hosts that can start no ranks, such as with a full disk: they get none, their ranks go on, and jobs are told why."""
+
+from elche_coordinator.core.messages.commands import StartRank
+from elche_coordinator.core.messages.events import AgentJoined, HostFitnessChanged, RankExited
+from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.spec import JobSpec, Slot
+from elche_coordinator.core.records.machine import JobPhase
+from support.clusters import Cluster
+
+FULL = "--work-dir runs cannot be written (No space left on device)"
+
+
+def tell(cluster: Cluster, problem: str) -> list[JobId]:
+    """The jobs that begin as the host says what it can."""
+    commands = cluster.handle(HostFitnessChanged(agent_id=AgentId("host"), problem=problem))
+    return [command.job_id for command in commands if isinstance(command, StartRank)]
+
+
+def join(cluster: Cluster, folder: str = "") -> list[StartRank]:
+    """The ranks that begin as another host joins."""
+    another = AgentJoined(agent_id=AgentId("another"), host="another", slots=(Slot(device="cpu"),), folder=folder)
+    return [command for command in cluster.handle(another) if isinstance(command, StartRank)]
+
+
+def test_a_host_on_a_full_disk_gets_no_ranks_and_those_that_run_there_go_on() -> None:
+    """Each job that was placed beside them failed, one after the other."""
+    cluster = Cluster(2)
+    cluster.submit("first", 1)
+    assert tell(cluster, FULL) == []
+    cluster.submit("more", 1)
+    assert cluster.started == ["first"]
+    assert cluster.core.jobs[JobId("first")].phase is JobPhase.STARTING
+    assert cluster.reason("more") == f"waits for 1 free slot: 0 of 2 slots are free; host host can start none: {FULL}"
+    assert cluster.core.fleet.hosts()[0].problem == FULL
+    assert tell(cluster, "") == ["more"]
+
+
+def test_a_rank_that_its_host_could_not_start_fails_no_job_and_begins_on_another_host() -> None:
+    """The disk filled in the moment before it was to start."""
+    cluster = Cluster(1)
+    cluster.submit("job", 1)
+    record = cluster.core.jobs[JobId("job")].ranks[0]  # type: ignore[index]
+    tell(cluster, FULL)
+    cluster.handle(
+        RankExited(
+            **record.address(JobId("job")),
+            agent_id=AgentId("host"),
+            exit_code=1,
+            log_tail=FULL,
+            not_started=True,
+        )
+    )
+    assert cluster.core.jobs[JobId("job")].phase is JobPhase.QUEUED
+    (start,) = join(cluster)
+    assert start.agent_id == "another"
+
+
+def test_a_job_whose_checkpoint_is_on_such_a_host_says_what_it_waits_for() -> None:
+    cluster = Cluster(0)
+    join(cluster, folder="its folder")
+    cluster.core.fleet.set_problem(AgentId("another"), FULL)
+    spec = JobSpec(name="job", source_hash="", file_name="", num_ranks=1, resume_work_folder="its folder")
+    assert cluster.core.fleet.why_no_checkpoint(spec) == f"can start no rank ({FULL})"

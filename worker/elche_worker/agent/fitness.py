@@ -1,0 +1,50 @@
+"""Whether this host can start ranks: not while what they need cannot be written, such as on a full disk."""
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from elche_worker.agent.job_folders import problem_of
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 5.0
+"""Seconds between two looks."""
+
+
+class Fitness:
+    """Looks at the work folder and that for temporary files, and tells each change. A rank that ended for that would
+    fail its job, and so would the next one; this way jobs are placed on other hosts, or wait.
+    """
+
+    def __init__(self, work_dir: Path, tell: Callable[[str], None]) -> None:
+        """`tell` is called with why no ranks can be started, or with "" when they can again."""
+        self._work_dir = work_dir
+        self._tell = tell
+        self._problem = ""
+        self._lock = threading.Lock()
+        """Held while looking and telling, so that what is told last is true."""
+
+    def look(self) -> str:
+        """Why no ranks can be started; empty if they can."""
+        with self._lock:
+            before, self._problem = self._problem, problem_of(self._work_dir)
+            if self._problem and not before:
+                log.error("%s: until it can, this host gets no more ranks", self._problem)
+            elif before and not self._problem:
+                log.info("ranks can be started here again")
+            if self._problem != before:
+                self._tell(self._problem)
+            return self._problem
+
+    def watch(self, stopped: threading.Event) -> None:
+        """Looks until `stopped`."""
+        while not stopped.wait(LOOK_EVERY_S):
+            self.look()
+
+    def tell_again(self) -> None:
+        """Tells a problem that there is: the coordinator does not know this host."""
+        with self._lock:
+            if self._problem:
+                self._tell(self._problem)
