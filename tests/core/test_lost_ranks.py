@@ -220,3 +220,41 @@ def test_a_recording_in_which_ranks_have_changed_is_refused(simulate):
     assert result.invalid
     number = [report.recorded.generation for report in first.rounds if report.samples].index(2)
     assert result.error.startswith(f"round {number} of the recording is the first after its ranks have changed")
+
+
+def collective_fails(simulation: WatchedSimulation) -> None:
+    """The next collective fails on a rank, though nobody has died; the others abandon their generation with it."""
+    before = simulation.generation.id
+    simulation.run_until(lambda: rounds_under_way(simulation))
+    member = simulation.processes[Rank(1)]
+    member.fail(*member._entry)
+    simulation.run_until(lambda: simulation.job.phase is JobPhase.ENDED or simulation.generation.id > before)
+
+
+def commits_a_round(simulation: WatchedSimulation) -> None:
+    committed = len(simulation.rounds)
+    simulation.run_until(lambda: len(simulation.rounds) > committed)
+
+
+def test_a_group_that_breaks_now_and_then_is_formed_again_each_time(simulate):
+    """More often than it may in a row: a committed round shows that it works."""
+    simulation = simulate(ranks(*THREE), sync_ms=20.0, build_ms=10.0, dataset_size=20_000)
+    in_mid_training(simulation)
+    for _ in range(7):
+        collective_fails(simulation)
+        commits_a_round(simulation)
+    assert simulation.generation.id == 8
+    succeeds(simulation)
+
+
+def test_a_group_that_breaks_again_and_again_fails_the_job(simulate):
+    simulation = simulate(ranks(*THREE), sync_ms=20.0, build_ms=10.0, dataset_size=20_000)
+    in_mid_training(simulation)
+    for _ in range(5):
+        collective_fails(simulation)
+    result = simulation.job.result
+    assert result is not None
+    assert (result.outcome, result.error) == (
+        Outcome.FAILED,
+        "5 generations in a row were abandoned, the last one because a collective failed",
+    )
