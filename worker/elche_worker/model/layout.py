@@ -221,7 +221,7 @@ class Layout:
         self.gather_parameters()
 
     @torch.no_grad()
-    def gather_buffers(self, *, keep: bool = False) -> None:
+    def gather_buffers(self, *, keep: bool) -> None:
         """The first part of `gather`: the tensors that a forward pass may change."""
         self._check_frozen()
         self.is_kept = keep

@@ -175,7 +175,7 @@ class Fleet:
         """The free slots of hosts that get ranks, host by host."""
         return [place for place in self.offered(conditions) if place not in self.taken]
 
-    def offered(self, conditions: tuple[str, ...] = ()) -> list[Place]:
+    def offered(self, conditions: tuple[str, ...]) -> list[Place]:
         """The slots of hosts that get ranks, free or not."""
         meeting = self._slots_meeting(conditions)
         return [
