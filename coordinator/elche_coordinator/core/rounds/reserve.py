@@ -85,7 +85,7 @@ class Reserve:
     def _distance(self, count: int) -> int:
         """Batches of a rank from one granted round to the next; `count`: those planned for the announced round."""
         if self._training.policy.stops_ranks:
-            return 1  # a round after each batch: several are announced at once
+            return 1  # `sync`: a round after each batch, whatever the count, which spans several announced rounds
         return math.ceil(ASYNC_FACTOR * count) if self._training.settings.policy == "async" else count
 
     def _num_rounds(self, every: dict[Rank, int]) -> int:
