@@ -292,7 +292,7 @@ class Layout:
         changes, sizes = [], []
         for kind, flat in self.flat_buffers.items():
             num, trained = self.num_trained(kind), self.trained(kind)
-            # Of a snapshot in place, result - snapshot: a difference of its own would be one more copy of the model.
+            # The snapshot becomes result - snapshot in place: another tensor would be one more copy of the model.
             if self.is_kept:
                 self._snapshot[kind].neg_().add_(flat)
                 changes += _norms(torch.split(self._snapshot[kind][:num], [entry.size for entry in trained]))
@@ -341,7 +341,7 @@ class Layout:
             now = entry.tensor.to(view)
             if before is not None:
                 old = before[index].to(view)
-                # Where result and model were equal, the callback's value itself: a sum would round.
+                # Where result and model were equal, the callback's value is taken as it is: adding would round it.
                 now = torch.where(view == old, now, view + (now - old))
             view.copy_(now)
 

@@ -44,8 +44,8 @@ class Reserve:
         self._revoked.clear()
         counts = {rank: step - self._members[rank].base_step for rank, step in opened.targets.items()}
         every = {rank: self._distance(count) for rank, count in counts.items()}
-        # A writer that goes on alone to the next round no longer has the result of which the checkpoint is (protocol
-        # P12.5).
+        # No grants after a checkpoint's round: a writer that entered the next one would overwrite the result to write
+        # (protocol P12.5).
         num_rounds = self._num_rounds(every) if opened.checkpoint_writer is None else 0
         if num_rounds <= 0:
             self.recall()
