@@ -6,7 +6,7 @@ from pathlib import Path
 
 def package_of(source: str, file_name: str) -> tuple[str, str]:
     """The dotted name of the file's package, and the folder that has the package. Two empty strings for a file without
-    relative imports outside of `try`, which runs as with `python FILE`.
+    relative imports outside of `try`, and for one whose imports climb above the root: it runs as with `python FILE`.
     """
     try:
         tree = ast.parse(source)
