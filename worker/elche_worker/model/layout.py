@@ -305,8 +305,8 @@ class Layout:
     @torch.no_grad()
     def correct(self, bounds: Mapping[Kind, Bounds] | None = None) -> None:
         """Adds the corrections of `compare`, (result - snapshot), to trained parameters and averaged moments, so that
-        newer steps are kept; replaces everything else by the result. `bounds`: of each kind those of its trained
-        parameters, beyond which no sum goes further than the newer steps or the result.
+        newer steps are kept; replaces everything else by the result. `bounds` has, by kind, those of its
+        trained parameters: a sum goes beyond one only as far as the newer steps or the result already do.
         """
         for kind, views in self._views.items():
             entries, known = self.of_kind(kind), (bounds or {}).get(kind, [])
