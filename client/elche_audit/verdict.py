@@ -38,7 +38,7 @@ class Verdict:
     version: int = 0
     """The last committed version."""
     num_rounds: int = 0
-    """Committed rounds that are part of it, in this folder."""
+    """Rounds recorded in this folder that are part of that version."""
     num_checkpoints: int = 0
     num_files: int = 0
     num_batches: int = 0

@@ -155,7 +155,7 @@ class Chaos:
             host = self._client.inject(self._job_id, fault, rank=victim.rank if victim else 0, seconds=seconds)
         except Forbidden:
             raise
-        except ElcheError as error:  # the rank has gone, or the coordinator is away: so it is with chaos
+        except ElcheError as error:  # an earlier fault has ended the rank, or the coordinator
             self.num_missed += 1
             why = "the coordinator does not answer" if isinstance(error, Unreachable) else str(error)
             print_notice(f"{fault}: nothing was broken: {why}")

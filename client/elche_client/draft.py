@@ -69,7 +69,9 @@ class Draft:
         self.has_grown = self._stays and (self.has_grown or bool(data))
 
     def finish(self) -> Path:
-        """Gives the whole model its name; returns it. Raises `InvalidJob` if it is not the one of the SHA-256."""
+        """Gives the whole model its name; returns it. Raises `InvalidJob`, and drops the
+        part, if its SHA-256 is another one.
+        """
         if self._file is None:
             self._begin("")
         assert self._file is not None

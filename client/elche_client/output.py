@@ -25,7 +25,7 @@ def exit_code_of(result: JobResult) -> int:
     return 2 if result.invalid else 1
 
 
-def print_error(message: str, *, traceback: str = "") -> None:
+def print_error(message: str, *, traceback: str) -> None:
     """Prints one line on stderr, below the user's traceback if there is one."""
     if traceback:
         click.echo(printable_lines(traceback), err=True)
@@ -59,7 +59,7 @@ def print_ending(
     as_json: bool,
     as_event: bool = False,
     record_path: Path | None = None,
-    resume: str = "",
+    resume: str,
 ) -> None:
     """Prints the summary of a job that succeeded, else its error, its logs and `resume`, the command that resumes it;
     with `as_json` also the result as JSON. `record_path`: the file with the job's record, if it was written.
@@ -93,7 +93,7 @@ def print_summary(result: JobResult, record: JobRecord, record_path: Path | None
     console.print(summary_panel(result, name=record.name, record=where, artifacts=artifacts, width=width))
 
 
-def print_json(result: JobResult, *, as_event: bool = False) -> None:
+def print_json(result: JobResult, *, as_event: bool) -> None:
     """Prints the result as one line of JSON on stdout."""
     document = result_document(result)
     sys.stdout.write(to_json({"event": "result", **document} if as_event else document) + "\n")

@@ -126,7 +126,7 @@ def _gain(plans: Sequence[Plan]) -> float:
     return plans[1].batches_per_s - plans[0].batches_per_s
 
 
-def panel(plans: Sequence[Plan], *, with_unicode: bool = True) -> RenderableType:
+def panel(plans: Sequence[Plan], *, with_unicode: bool) -> RenderableType:
     """The figures of one plan, or of two side by side; a bar for each device of the last; and what is assumed."""
     table = plain_table()
     table.add_column("")

@@ -27,14 +27,16 @@ def _trim() -> None:
 
 
 class Heap:
-    """Gives memory back after it has grown. Without it, gRPC's threads kept 1.1 GB of a stranger's refused calls."""
+    """Returns free memory to the system after the process has grown. Without it, gRPC's threads kept 1.1 GB that
+    refused calls of an unauthenticated caller had taken.
+    """
 
     def __init__(self, resident: Callable[[], int] = resident_bytes) -> None:
         self._resident = resident
         self._kept_bytes = resident()
 
     def look(self) -> None:
-        """Returns free memory to the system if the process has grown by `GROWN_BYTES` since."""
+        """Returns free memory to the system if the process has grown by `GROWN_BYTES` since the last time."""
         if self._resident() >= self._kept_bytes + GROWN_BYTES:
             _trim()
             self._kept_bytes = self._resident()

@@ -1,4 +1,4 @@
-"""Callers and roles. A token has a role; see `tokens`."""
+"""Callers, their roles, and what each role may do. Tokens, which have roles, are in `access.tokens`."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass

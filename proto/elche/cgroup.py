@@ -16,7 +16,7 @@ def memory_limit_bytes(root: Path = ROOT) -> int | None:
     return min(limits, default=None)
 
 
-def cpu_limit(root: Path = ROOT) -> float | None:
+def cpu_limit(root: Path) -> float | None:
     """The lowest limit of processor time, in processors, possibly fractional; None without a limit."""
     limits = []
     for text in _read(root, "cpu", ("cpu.max",)):

@@ -67,10 +67,13 @@ class _Renewed(grpc.Channel):
         return grpc.secure_channel(address, credentials, options=self._options)
 
     def present(self) -> grpc.Channel:
-        """The channel for a call that begins now. With several addresses, waits for the first answer."""
+        """The channel for a call that begins now. If it must be opened and there are several addresses, waits up to
+        `CHOOSE_S` for the first answer.
+        """
         with self._lock:
             has_changed = self._folder is not None and self._folder.renew()
             if not self._opened or has_changed or self._opened[-1] in self._lost:
+                # The last one stays open for calls that are under way on it, until its successor is replaced, too.
                 while len(self._opened) > 1 and self._opened[0] in self._lost:
                     self._lost.discard(self._opened[0])
                     self._opened.pop(0).close()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 def package_of(source: str, file_name: str) -> tuple[str, str]:
     """The dotted name of the file's package, and the folder that has the package. Two empty strings for a file without
-    relative imports outside of `try`, which runs as with `python FILE`.
+    relative imports outside of `try`, and for one whose imports climb above the root: it runs as with `python FILE`.
     """
     try:
         tree = ast.parse(source)
@@ -19,7 +19,8 @@ def package_of(source: str, file_name: str) -> tuple[str, str]:
         return "", ""
     folder = Path(file_name).resolve().parent
     names = [folder.name]
-    while (folder.parent / "__init__.py").is_file() or len(names) < level:
+    # The root has no name: it is no package, though an image may have an `__init__.py` there.
+    while (folder.parent.name and (folder.parent / "__init__.py").is_file()) or len(names) < level:
         folder = folder.parent
         names.insert(0, folder.name)
     return (".".join(names), str(folder.parent)) if all(names) else ("", "")

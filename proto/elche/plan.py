@@ -62,9 +62,9 @@ class MemoryPlan:
     gradients: int
     optimizer: int
     rounds: int
-    """Held for averagings."""
+    """Held for averaging, from one round to the next."""
     while_averaging: int
-    """Beside that while an averaging is made."""
+    """Held in addition to `rounds` while an averaging runs."""
 
     @property
     def total(self) -> int:

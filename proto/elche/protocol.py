@@ -17,8 +17,10 @@ TABLE = "elche-table"
 of the store, and in each later call of the same client."""
 
 
-def call_metadata(token: str | None = "") -> tuple[tuple[str, str], ...]:
-    """Metadata of every call of clients and agents: the version, and the token if there is one."""
+def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+    """Metadata of every call of clients and agents: protocol version, elche's release, and the token unless it is
+    empty or None.
+    """
     authorization = (("authorization", f"Bearer {token}"),) if token else ()
     return ((KEY, str(VERSION)), (RELEASE_KEY, version("elche")), *authorization)
 

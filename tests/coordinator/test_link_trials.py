@@ -91,8 +91,10 @@ def test_what_is_no_answer_says_nothing_of_the_link(tmp_path: Path, said: bytes)
 
 
 def test_too_few_and_too_many(tmp_path: Path) -> None:
-    with pytest.raises(InvalidJob, match="1 is connected"):
+    with pytest.raises(InvalidJob, match="hosts connected: 1"):
         found(tmp_path, ("a", well))
+    with pytest.raises(InvalidJob, match="hosts named: 1"):
+        found(tmp_path, ("a", well), ("b", well), names=("a", "a"))
     with pytest.raises(InvalidJob, match="no host named 'z' is connected"):
         found(tmp_path, ("a", well), names=("a", "z"))
     with pytest.raises(TooMuch, match="65 hosts have 2080 links"):

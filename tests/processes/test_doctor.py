@@ -68,13 +68,13 @@ def test_nothing_is_wrong(cluster: Cluster, elche: Elche) -> None:
 def test_links_need_two_hosts_and_an_operator(cluster: Cluster, elche: Elche, mark: Mark, tmp_path: Path) -> None:
     done = elche("doctor", "--links", "--coordinator", cluster.address)
     assert done.code == 0
-    assert "a link is between two hosts, and 1 is connected" in done.out
+    assert "a link is between two hosts; hosts connected: 1" in done.out
     with coordinator(mark, tmp_path, env={"ELCHE_TOKEN": OWN}) as one:
         with Tokens(one.address, token=OWN) as tokens:
             _, text = tokens.make("anna", Role.USER, expires=timedelta(minutes=1))
         with Client(one.address, token=text) as client, pytest.raises(Forbidden, match="needs the role operator"):
             next(client.measure_links())
-        with Client(one.address, token=OWN) as client, pytest.raises(InvalidJob, match="0 is connected"):
+        with Client(one.address, token=OWN) as client, pytest.raises(InvalidJob, match="hosts connected: 0"):
             next(client.measure_links())
         noted = [json.loads(line) for line in (one.data / "audit.jsonl").read_text().splitlines()]
         outcomes = [line["outcome"] for line in noted if line["call"] == "MeasureLinks"]

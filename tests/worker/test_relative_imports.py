@@ -56,6 +56,13 @@ def test_folders_without_init_are_as_many_as_imports_climb(folder: Path) -> None
     assert package_of("from .. import nets", file) == ("proj.common.deep", str(folder))
 
 
+def test_the_root_is_no_package_though_it_has_an_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter(range(100))  # an endless search ends with StopIteration
+    monkeypatch.setattr(Path, "is_file", lambda path: next(looks) >= 0)
+    assert package_of("from .nets import model", "/app/train/main.py") == ("app.train", "/")
+    assert package_of("from .nets import model", "/main.py") == ("", "")
+
+
 def test_a_job_imports_from_its_package(folder: Path) -> None:
     assert load_job(JOB, str(folder / "proj/train/job.py")).model.__module__ == "proj.train.nets"
 

@@ -38,7 +38,7 @@ class IssuedTokens:
 
     def make(self, name: str, role: Role, *, expires_s: float, made_by: str) -> tuple[TokenRecord, str]:
         """Returns a new token, and its text, which is not stored. Raises `InvalidJob` for a name that is not one
-        printable word.
+        printable word, and when there are `MAX_TOKENS`. `expires_s` is from now; 0: never.
         """
         if not name or len(name) > MAX_NAME or not name.isprintable() or any(c.isspace() or c in "@/" for c in name):
             raise InvalidJob(

@@ -277,8 +277,7 @@ class Artifacts:
             await asyncio.to_thread(self._store.save_artifacts, view.job_id, text)
         except Replaced as error:
             raise InvalidJob(str(error)) from None
-        # After the database has it: nothing is served from the store of which a restart would not know (protocol
-        # P13.7).
+        # Only once the database has it: what a restart would forget must not be served (protocol P13.7).
         self._kept.setdefault(view.job_id, {})[part.key] = entry
         self._catalogue.manifest_bytes[view.job_id] = len(text)
 
@@ -351,8 +350,9 @@ class Artifacts:
         stored: Callable[[], AsyncGenerator[bytes]] | None = None,
         rest: Rest | None = None,
     ) -> AsyncGenerator[bytes]:
-        """Yields a file, or the `rest` of it, as the first host delivers it that begins to, or else from the store.
-        Raises `ElcheError`, with the text `absent` where nobody has it.
+        """Yields a file, or the `rest` of it: from the first host that delivers a chunk, else from the artifact store,
+        by `stored` if that is given. Raises `ElcheError`: that of a host which broke off, else that of the last host
+        asked, or `HostAway` with the text `absent` if none could be asked.
         """
         problem: ElcheError = HostAway(absent)
         for ask in asks:
@@ -379,7 +379,7 @@ class Artifacts:
     def log_end(
         self, asks: Iterable[Ask], job_id: str, rank: int, max_bytes: int, absent: str, *, with_times: bool = False
     ) -> AsyncGenerator[bytes]:
-        """The same for the end of a rank's log."""
+        """Yields the end of a rank's log, as `from_host` does."""
         stored = partial(self._stored_log_end, job_id, rank, max_bytes, with_times=with_times)
         return self.from_host(asks, job_id, rank_log(rank), absent, stored)
 

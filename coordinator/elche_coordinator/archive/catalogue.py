@@ -142,8 +142,8 @@ class JobCatalogue:
         return len(old)
 
     def _sizes(self) -> dict[str, int]:
-        """Approximate sizes in bytes of the jobs that have ended. A file counts with the newest job that has it: once
-        that is forgotten, none has it.
+        """Approximate sizes in bytes of the jobs that have ended. A user's file counts with the newest job that has it,
+        since forgetting that one frees it. Also has `sources` forget the files that no job has.
         """
         sizes = {one: self._size_bytes(one) for one in self.job_ids() if self.result(one) is not None}
         newest = {spec.source_hash: one for one in sizes if (spec := self.spec(one)) is not None}

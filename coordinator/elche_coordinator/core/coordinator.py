@@ -433,8 +433,8 @@ class Coordinator:
                     event, f"rank {record.rank} is on {record.agent_id}", "no host speaks for another's processes"
                 )
             case RankExited() if (placed := self.placed.get(event.job_id)) is not None:
-                # A process with `LEFT_ALONE` has only lost others: one that is started again need not end so (protocol
-                # P19.6).
+                # A process that exits with `LEFT_ALONE` has lost others that it needs, and is not at fault: it counts
+                # as killed, since it may be started again (protocol P19.6).
                 is_victim = event.exit_code < 0 or event.exit_code == LEFT_ALONE
                 death = Death.KILLED if is_victim else Death.BY_ITSELF
                 death = Death.WITH_HOST if event.not_started else death

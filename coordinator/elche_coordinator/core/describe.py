@@ -71,7 +71,6 @@ class JobView(views.JobView):
     """Fraction of the ranks' time since training began in which rounds kept them from training."""
     sent_bytes: int = 0
     num_given_up: int = 0
-    num_regroups: int = 0
     num_lost_ranks: int = 0
     discarded_samples: int = 0
     checkpoint_age_s: float | None = None
@@ -163,7 +162,6 @@ def _describe(job: Job, state: str, reason: str, ranks: tuple[RankView, ...], no
         reason=reason,
         submitted_at=job.submitted_at,
         ranks=ranks,
-        num_regroups=max(0, job.generation_id - 1),
         num_lost_ranks=job.roster.num_lost,
         queue_wait_s=job.began_s.get(JobPhase.STARTING, ended_s or now_s) - queued_s,
         ended_s=ended_s,
@@ -253,7 +251,6 @@ def _add_loop(view: JobView, loop: Loop, now_s: float) -> JobView:
             checkpoint_failures=loop.num_checkpoint_failures,
         ),
         metrics=loop.metrics,
-        num_regroups=loop.generation_id,  # generation 0 is the group that the script has made
         checkpoint_age_s=_age(loop.saved_at_s, now_s),
     )
     if progress is None:

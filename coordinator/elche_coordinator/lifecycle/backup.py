@@ -105,8 +105,9 @@ def _end_states(copy: sqlite3.Connection) -> None:
 
 
 def _leave_out_incarnations(copy: sqlite3.Connection) -> None:
-    """Has a coordinator on the copy of one that ran on begin its incarnations at the time in milliseconds. That one has
-    given numbers which the copy does not know, and its ranks, whose secrets follow from these, may still be there.
+    """If the coordinator ran on after the copy, has one on the copy begin its incarnations at the present time in
+    milliseconds. The first has given out incarnations that the copy does not know, and ranks with secrets made of them
+    may still run.
     """
     first = time.time_ns() // 1_000_000
     copy.execute(

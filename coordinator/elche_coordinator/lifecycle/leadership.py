@@ -89,7 +89,7 @@ class Leadership:
             try:
                 if not self._candidacy.renew(self.term):
                     return self._end("another coordinator has taken over")
-                self._renewed_s = began_s  # not the end: the database may have renewed it at any time since
+                self._renewed_s = began_s  # not when the call ended: the lease may be as old as the call
             except StoreFailed as error:
                 log.warning("the lease cannot be renewed: %s", error.reason)
         return None

@@ -82,7 +82,7 @@ async def lead(
     leadership: Leadership, store: SqlStore, shared: SharedBundles, config: Config, stop: asyncio.Event
 ) -> bool:
     """Waits until this coordinator leads, and prepares the database; returns False if it is stopped before."""
-    # Now: the moment at which it takes over would be too late to say so.
+    # Checked while the operator looks on, not when it takes over.
     _check_free(config.listen)
     encryption = Encryption(config.tls, asks_clients=False) if config.tls is not None else None
     async with waiting_page(config.http, encryption, lambda: leadership.problem):

@@ -35,7 +35,7 @@ class Listener(socket.socket):
         connection, peer = super().accept()
         self.waiting[peer] = connection
         if len(self.waiting) > self.max_waiting:
-            # Connections that were closed in their handshakes are told to nobody: they are seen by their lost file.
+            # Nothing tells of connections that were closed in their handshakes, but they have no descriptor any more.
             self.waiting = {one: found for one, found in self.waiting.items() if found.fileno() >= 0}
             for one in crowded_out(((one, one[0], 1) for one in self.waiting), self.max_waiting):
                 with suppress(OSError):  # it has been reset

@@ -20,8 +20,8 @@ class Receiving:
 
     @asynccontextmanager
     async def turn(self, caller: str) -> AsyncIterator[None]:
-        """Context in which a request is received, at its caller's turn; one without a name has no bound. Raises
-        `Unreachable` if it takes too long.
+        """Context in which a request is received, once fewer than `of_caller` of its caller's are; a caller "" does not
+        wait. Raises `Unreachable` if receiving takes longer than `receive_s`; time spent waiting does not count.
         """
         async with self._rooms.setdefault(caller, asyncio.Semaphore(self._of_caller)) if caller else nullcontext():
             try:

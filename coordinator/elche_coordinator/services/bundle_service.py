@@ -37,7 +37,7 @@ class BundleServicer(bundle_pb2_grpc.BundleServiceServicer):
         if first is None:
             raise InvalidJob("an upload begins with the bundle's name")
         chunks = (request.data async for request in request_iterator)
-        # A negative size, which `write` refuses only later, would make room for others in the budget.
+        # `write` refuses a negative size, but only after it would have enlarged the budget.
         with self._announced.taking(CALLER.get().name, max(0, first.size_bytes)):
             await self._bundles.write(first.bundle, first.offset, first.size_bytes, chunks)
         return bundle_pb2.UploadBundleResponse()

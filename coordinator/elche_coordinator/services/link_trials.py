@@ -42,7 +42,7 @@ class LinkTrials:
         if unknown := [name for name in wanted if name not in hosts]:
             raise InvalidJob(f"no host named {unknown[0]!r} is connected; `elche hosts` lists them")
         if len(wanted) < 2:
-            raise InvalidJob(f"a link is between two hosts, and {len(wanted)} is connected")
+            raise InvalidJob(f"a link is between two hosts; hosts {'named' if names else 'connected'}: {len(wanted)}")
         if len(wanted) > MAX_HOSTS:
             raise TooMuch(f"{len(wanted)} hosts have {comb(len(wanted), 2)} links: name {MAX_HOSTS} of them at most")
         if self._is_busy:

@@ -52,7 +52,7 @@ def attend(driver: Driver, hello: agent_pb2.AgentHello, caller: str = "") -> tup
     return agent_id, stream, queue
 
 
-def open_session(driver: Driver, address: Address, num_received: int | None = None) -> RankQueue | None:
+def open_session(driver: Driver, address: Address, num_received: int | None) -> RankQueue | None:
     """Opens a rank's stream; returns the queue of messages to it. None if this process has opened one before, and
     does not say how many messages it has heard. Raises `Superseded`, and `Unreachable` when the driver has been
     stopped.

@@ -20,7 +20,7 @@ class _Made(NamedTuple, Generic[View]):
     at_s: float
     took_s: float
     change: int
-    """The job's last change."""
+    """Number of the event that had changed the job last."""
 
 
 class SharedViews(Generic[View]):

@@ -5,8 +5,9 @@ from elche_coordinator.simulator.simulation import Simulation
 
 
 def run_to_fraction(simulation: Simulation) -> tuple[JobResult, float]:
-    """Runs the job to its end; its result, and the part of the oracle's work that its ranks have made: of the time from
-    the first commit to the last, without their evaluations, that in which they trained, each weighted by its speed.
+    """Runs the job to its end. Returns its result, and the ranks' work as a fraction of the oracle's: the time in which
+    they trained, of the time from the first commit to the last without their evaluations. Both are sums
+    over the ranks, weighted by speed.
     """
     began_s, ended_s = 0.0, 0.0
     evaluated_s: dict[int, float] = {}

@@ -212,7 +212,7 @@ class SyntheticRank:
             self._send(events.GroupFormed(**self.address, generation=generation))
 
     def on_apart(self, generation: GenerationId) -> None:
-        """The process group of a generation cannot be built."""
+        """Handles a generation whose members cannot reach each other: its process group cannot be built."""
         if self.is_alive and generation == self._forming:
             self._send(
                 events.GenerationAbandoned(**self.address, generation=generation, reason="the ranks could not meet")

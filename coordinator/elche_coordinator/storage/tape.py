@@ -136,16 +136,16 @@ class Tape:
 
 
 class Recorded(NamedTuple):
-    """The state from which a coordinator resumes."""
+    """What a restarted coordinator resumes from."""
 
     state: tuple[Coordinator, streams.Streams]
-    """The newest saved state."""
+    """The newest saved state: the core, and its streams."""
     entries: list[Entry]
     """The events since."""
     last: int
     """The number of the last event."""
     age_s: float = 0.0
-    """Seconds since it was written."""
+    """Seconds since the newest of these was written."""
     saved: Collection[str] = ()
     """The jobs that are in the saved state."""
 

@@ -51,7 +51,7 @@ class Transaction:
             self.specs.pop(job_id, None)
 
     def add(self, later: "Transaction") -> None:
-        """Merges a later batch."""
+        """Merges a later batch; a state that it saves replaces the events before it."""
         self.last = later.last
         self.entries = [] if later.saved else self.entries + later.entries
         self.forget(later.forgotten)

@@ -31,8 +31,9 @@ LOOP_RESTART_GRACE_S = 8.0
 
 
 class Presence:
-    """Follows connections. Neither the loss of a session nor that of an agent is a death; that of both is, unless one
-    of them is back within `BOTH_GRACE_S`, or longer where nobody waits.
+    """Follows the streams of agents and ranks, and reports who is lost (protocol P15.4). An agent is lost, with its
+    ranks, when its stream is not back after a grace time and none of its ranks is connected either. A rank whose agent
+    is connected is lost when its own stream is not back.
     """
 
     def __init__(self, core: Coordinator, streams: Streams, handle: Callable[[Event], None]) -> None:
@@ -78,9 +79,9 @@ class Presence:
             self.release_stopped()
 
     def release_stopped(self) -> None:
-        """Reports former agents as lost if other ranks of all their ranks' jobs train on, so that these do not wait
-        until the next agent, which offers the stopped ranks' drafts, gives up. Called when an agent or
-        rank has connected.
+        """Reports former agents as lost once each job of their stopped ranks has a rank elsewhere that is connected.
+        These ranks then need not wait until the next agent on that host gives up offering the drafts of the stopped
+        ones. Called when an agent or rank has connected.
         """
         for agent_id in list(self._stopped):
             others = self._core.beside_stopped(agent_id)
@@ -138,7 +139,7 @@ class Presence:
         num_connections = stream.num_connections
 
         def judge() -> None:
-            # It has been back since: that it is away again, if it is, has a grace time of its own.
+            # It has been back since. If it is away again, that absence has a grace time of its own.
             if self._streams.agents.get(agent_id) is not stream or stream.num_connections != num_connections:
                 return
             ranks = [self._streams.of_rank(address) for address in self._core.ranks_of(agent_id)]

@@ -74,8 +74,8 @@ class Downloads:
         """Waits for the first chunk. Raises `ElcheError` when the host cannot deliver, and `TooMuch` when too many
         models are sent: each takes some MB, also if nobody reads it.
         """
-        # The host waits with its first part until the link is followed: so a host that is gone is told on the page, and
-        # not by a broken file. A browser could also fetch with the token, but then holds the whole model in memory.
+        # Before the link is made: the page then shows the error of a host that is gone, where a followed link would
+        # leave a broken file. Why a link: a page's script can send the token, but holds the whole model in memory.
         with ExitStack() as counted:
             counted.enter_context(self._models.taking(caller))
             return Download(file_name, chunks, await anext(chunks, b""), counted.pop_all())

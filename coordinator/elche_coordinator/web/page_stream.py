@@ -17,10 +17,13 @@ class PageStream:
 
     def __init__(self) -> None:
         self._parts: dict[str, str] = {}
+        """By name: the JSON that was sent last."""
         self._moments, self._epochs, self._evaluations = payloads.Cursor(), payloads.Cursor(), payloads.Cursor()
         self._ranks: tuple[int, ...] = ()
+        """Ranks in the charts, chosen at `_chosen_s` on the monotonic clock."""
         self._chosen_s = 0.0
         self._number = 0
+        """Number of the last event that was sent."""
 
     def message(self, parts: dict[str, Any]) -> str:
         """One server-sent event with the parts that have changed; parts that are None are left out."""

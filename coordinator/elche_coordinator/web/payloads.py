@@ -39,9 +39,9 @@ MAX_TEXT = 1000
 MAX_TRACEBACK = 16_000
 """Longest traceback that is shown, in characters."""
 SAVED_FIELDS = (
-    *("ranks", "loss", "samples_per_s", "anchor", "pacing", "backend", "policy", "averaging", "overhead", "round_s"),
-    *("averaging_s", "sent_bytes", "checkpoint_failures", "given_up", "discarded", "spread", "num_ranks_hidden"),
-    *("table", "epoch", "epochs", "progress", "queue_wait_s", "ran_s", "settings", "metrics"),
+    *("ranks", "loss", "samples_per_s", "anchor", "pacing", "policy", "averaging", "overhead", "round_s"),
+    *("averaging_s", "discarded", "spread", "num_ranks_hidden", "table", "epoch", "epochs", "progress", "queue_wait_s"),
+    *("ran_s", "settings", "metrics"),
 )
 """Values of an ended job of an earlier run that only its saved recording has."""
 
@@ -158,18 +158,14 @@ def detail(view: JobView) -> dict[str, Any]:
         "anchor": view.anchor,
         "rounds": view.num_rounds,
         "pacing": _cut(view.pacing, MAX_TEXT),
-        "backend": _cut(view.backend, MAX_NAME),
         "policy": _cut(view.policy, MAX_NAME),
         "averaging": _cut(view.averaging, MAX_NAME),
         "overhead": _finite(view.overhead_fraction) if view.ranks else None,
         "round_s": _finite(view.round_s),
         "averaging_s": _finite(view.averaging_s),
-        "sent_bytes": view.sent_bytes,
         "metrics": _metrics(view.metrics),
         "checkpoints": [_checkpoint(one) for one in _shown_checkpoints(view.checkpoints)],
         "num_checkpoints": len(view.checkpoints),
-        "checkpoint_failures": view.num_checkpoint_failures,
-        "given_up": view.num_given_up,
         "discarded": view.discarded_samples,
         "spread": _spread(view),
         "num_ranks_hidden": max(0, len(view.ranks) - MAX_ROWS),
@@ -354,7 +350,6 @@ def _shown_checkpoints(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
 
 def _checkpoint(one: Checkpoint) -> dict[str, Any]:
     return {
-        "version": one.version,
         "path": _cut(one.path, MAX_TEXT),
         "epoch": one.epoch,
         "step": one.global_step,
@@ -392,7 +387,6 @@ def _row(rank: RankView) -> dict[str, Any]:
         "gpu": _finite(gauges.gpu_utilization),
         "celsius": _finite(gauges.gpu_temperature_celsius),
         "watts": _finite(gauges.gpu_power_watts),
-        "errors": rank.callback_errors,
     }
 
 

@@ -153,7 +153,7 @@ class Agent:
             reason = self._serve()
             if self._stopped.is_set():
                 break
-            if self._is_welcome:  # the stream was open until now, even if nothing was said on it
+            if self._is_welcome:  # the coordinator was there until now, even if it sent nothing
                 retry_s, seen_s, logged_s = RETRY_S, time.monotonic(), -LOG_EVERY_S
             away_s, num_ranks = time.monotonic() - seen_s, self._processes.num_running
             if num_ranks and away_s > self._keep_s:

@@ -134,9 +134,9 @@ class Calls:
             self._publish()
 
     def publish_end(self, loop: int, text: str, *, limit_s: float) -> dict[int, str]:
-        """Publishes this rank's `text` at the end of its loop of this number. Returns the texts to compare it with, by
-        rank: on the first rank those of all others, on the others that of the first. A rank whose loop has not ended
-        within `limit_s` is left out: it compares the two when it ends.
+        """Publishes this rank's `text` at the end of loop number `loop`. Returns the texts to compare, by rank: its
+        own, and on the first rank those of all others, on each other one the first's. Waits `limit_s` for them, then
+        leaves out the ranks whose loop has not ended: those compare when it does.
         """
         store, texts = self._store, {self._number: text}
         wanted = set(self._members if self._number == self._members[0] else self._members[:1]) - {self._number}

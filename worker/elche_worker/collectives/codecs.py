@@ -128,7 +128,7 @@ def _two_bits(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     of_large = are_large.float()
     num_large = of_large.sum(dim=2)
     large = torch.linalg.vecdot(magnitudes, of_large)
-    # Not below 0, which the difference of two sums may be by rounding; by at least 1, where all values are large.
+    # Clamped: rounding may make the difference of two sums negative, and if all values are large, none is small.
     small = (total.squeeze(2) - large).clamp_(min=0).mul_(length / (length - num_large).clamp_(min=1))
     large.mul_(length / num_large.clamp(min=1))
     codes = are_large.view(torch.uint8) << 1

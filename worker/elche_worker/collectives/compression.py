@@ -82,8 +82,9 @@ class Compression:
             one.result()
 
     def add_unsent(self, change: torch.Tensor, fraction: float) -> None:
-        """Adds this rank's errors to its change: that of its own change, and that of the sum of its part, divided by
-        `fraction`, since the change is multiplied by `fraction` in the sum.
+        """Adds to this rank's change, in place, what earlier rounds did not send: the encoding error of its own
+        changes, and that of the sums of the part which it sums. The latter is divided by `fraction`, the weight of the
+        change in the sum.
         """
         change += self._error.view(-1)[: self._length].to(change.device)
         own = change[self._position * self._part : (self._position + 1) * self._part]

@@ -34,6 +34,9 @@ class Bucket:
     def __init__(
         self, indices: list[int], parameters: Sequence[nn.Parameter], num_notes: int, device: torch.device
     ) -> None:
+        """`indices` are those of the bucket's parameters. `notes` are the last `num_notes` elements: what ranks sum
+        besides gradients.
+        """
         self.indices = indices
         dtype = parameters[indices[0]].dtype if indices else torch.float32
         sizes = [parameters[index].numel() for index in indices]

@@ -73,8 +73,7 @@ class LevelChoice:
         is_other = last is not None and _group(last[1]) != _group(rows)
         if is_other:  # other ranks, perhaps over another network
             self._most, self._exact_s = LAST, inf
-        # The source's level is the one that counts. A rank that would choose another measures from here on what all
-        # use.
+        # All use the source's level. A rank that would have chosen another one adopts it, and measures anew.
         if level != self.level or is_other:
             self.level, self._known, self._less = level, [], None
         if is_exact and last is None:

@@ -84,8 +84,8 @@ class Meeting:
             return False
 
     def next(self) -> Store:
-        """Waits until all are about to form their next group; returns the store for it. Raises `Misuse` when one has
-        ended before.
+        """Waits until all ranks are about to form their next group; returns the store for it. Raises `Misuse` when one
+        of them ends instead.
         """
         self._num_groups += 1
         come = {number: f"group {self._num_groups} of {number}" for number in self.members}

@@ -46,8 +46,7 @@ class Relay:
 
     def begin(self, round_id: int) -> None:
         self._round = round_id
-        # A queue for each round: the thread in which gRPC reads the requests of a stream that broke would take from
-        # this one.
+        # A new queue for each round: when a stream has broken, gRPC's thread may still take a request from its queue.
         outgoing: queue.SimpleQueue[averaging_pb2.AverageRequest | None] = queue.SimpleQueue()
         outgoing.put(
             averaging_pb2.AverageRequest(join=averaging_pb2.JoinRound(generation=self.generation, round=round_id))

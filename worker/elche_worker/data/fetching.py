@@ -120,8 +120,8 @@ class Fetch:
             return self._broken(error, f"at sample {index} of the data set" if index is not None else "")
 
     def batch(self, indices: list[int]) -> Any:
-        """The collated batch, or a `FetchError`, of samples that are fetched by this thread. What the user's code draws
-        is as in a worker process; other code goes on with its own random numbers.
+        """The collated batch, or a `FetchError`, of samples that are fetched by this thread. User code draws the same
+        random numbers as in a worker process; afterwards the generators are as they were before.
         """
         with host_seeded(self._seed_of(indices)):
             return self.collate(self._samples(indices, is_seeded=True))

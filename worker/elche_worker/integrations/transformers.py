@@ -194,7 +194,7 @@ class ElcheCallback(TrainerCallback):
         self._leave()
 
     def _take_best(self, elche: Trainer, state: TrainerState) -> None:
-        """Only rank 0 has saved checkpoints, and loads the best of them."""
+        """Gives all ranks the best model: only rank 0 has saved checkpoints, and has loaded the best of them."""
         state.best_model_checkpoint = of_rank_0(elche, state.best_model_checkpoint)
         elche._together.run(lambda: begin_as_rank_0(elche.model, elche._world), "takes the best model", give=None)
 

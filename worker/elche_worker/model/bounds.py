@@ -38,8 +38,8 @@ class BoundsWatch:
         """By dtype: of each tensor, its least and its greatest value a round ago."""
 
     def say(self, dtype: str, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """One rank's input to `bounds_of`: for each tensor 1 or 0 and the value, of a lower bound and of an
-        upper one.
+        """Looks at the tensors after a round's steps. Returns this rank's input to `bounds_of`, of 4 numbers for each
+        tensor: 1 and the value of its lower bound, the same of its upper one; 0 and 0 where there is none.
         """
         ends = [torch.stack(one.aminmax()) if one.numel() else one.new_full((2,), nan) for one in tensors]
         now: list[list[float]] = torch.stack(ends).tolist() if ends else []

@@ -116,8 +116,8 @@ def rehearse(
     backs_off: bool,
     optimizers: Sequence[Optimizer] = (),
 ) -> None:
-    """Evaluates the data set's first batch as if it were all, so that an error after the first epoch is found before
-    it. The model's parameters, buffers and modes and all random numbers are restored.
+    """Evaluates the data set's first batch as if it were all, so that a mistake in the job's evaluation is found before
+    training, not after the first epoch. Restores the model's parameters, buffers and modes, and all random generators.
 
     With `eval_metrics` it is two batches, the second shorter by one sample, to check that tensors to sum have one
     shape. With `backs_off` batches are halved when memory runs out, as in training.

@@ -221,7 +221,7 @@ class Layout:
         self.gather_parameters()
 
     @torch.no_grad()
-    def gather_buffers(self, *, keep: bool = False) -> None:
+    def gather_buffers(self, *, keep: bool) -> None:
         """The first part of `gather`: the tensors that a forward pass may change."""
         self._check_frozen()
         self.is_kept = keep
@@ -292,7 +292,7 @@ class Layout:
         changes, sizes = [], []
         for kind, flat in self.flat_buffers.items():
             num, trained = self.num_trained(kind), self.trained(kind)
-            # Of a snapshot in place, result - snapshot: a difference of its own would be one more copy of the model.
+            # The snapshot becomes result - snapshot in place: another tensor would be one more copy of the model.
             if self.is_kept:
                 self._snapshot[kind].neg_().add_(flat)
                 changes += _norms(torch.split(self._snapshot[kind][:num], [entry.size for entry in trained]))
@@ -305,8 +305,8 @@ class Layout:
     @torch.no_grad()
     def correct(self, bounds: Mapping[Kind, Bounds] | None = None) -> None:
         """Adds the corrections of `compare`, (result - snapshot), to trained parameters and averaged moments, so that
-        newer steps are kept; replaces everything else by the result. `bounds`: of each kind those of its trained
-        parameters, beyond which no sum goes further than the newer steps or the result.
+        newer steps are kept; replaces everything else by the result. `bounds` has, by kind, those of its
+        trained parameters: a sum goes beyond one only as far as the newer steps or the result already do.
         """
         for kind, views in self._views.items():
             entries, known = self.of_kind(kind), (bounds or {}).get(kind, [])
@@ -341,7 +341,7 @@ class Layout:
             now = entry.tensor.to(view)
             if before is not None:
                 old = before[index].to(view)
-                # Where result and model were equal, the callback's value itself: a sum would round.
+                # Where result and model were equal, the callback's value is taken as it is: adding would round it.
                 now = torch.where(view == old, now, view + (now - old))
             view.copy_(now)
 

@@ -12,8 +12,8 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 def check_is_alike(optimizer: Optimizer, saved: Groups, path: str) -> None:
-    """Raises `InvalidJob` if the state is of another kind of optimizer, or of other groups of parameters: it would be
-    refused with the first step, by a name that is missing in it.
+    """Raises `InvalidJob` if the state is of another kind of optimizer, or of other groups of parameters. torch loads
+    the former, and fails only in the first step, with a `KeyError` of a name that the state lacks.
     """
     sizes, had = ([len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved))
     if sizes != had:
@@ -24,7 +24,8 @@ def check_is_alike(optimizer: Optimizer, saved: Groups, path: str) -> None:
     for group, then in zip(optimizer.param_groups, saved, strict=True):
         # `initial_lr` is put there by torch's schedulers.
         new, gone = sorted(group.keys() - then.keys()), sorted(then.keys() - group.keys() - {"initial_lr"})
-        if new and gone:  # one of them alone: a version of it that has more options, or one that keeps figures there
+        # Only one of them: another version of the same optimizer, or one that adds values to its groups.
+        if new and gone:
             raise InvalidJob(
                 f"the optimizer has changed since the checkpoint {path}: it had {', '.join(gone)}, and the job's "
                 f"{type(optimizer).__name__} has {', '.join(new)}. Begin a new training, whose model has the "

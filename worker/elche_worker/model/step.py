@@ -172,8 +172,9 @@ def why_mean(job: JobDefinition, built: Built) -> str | None:
     """Why `merge="auto"` is the mean for a job; None if it is not.
 
     AdaScale's gain assumes that sequential training would go as far as the sum of the ranks' steps. Models that train
-    against each other do not: on two ranks it made a GAN's Fréchet distance worse, by 1.2 from 1.9, and the mean did
-    not. Nor do steps to where a quadratic model of the batch's loss is least (LBFGS): two of them overshoot.
+    against each other do not: on two ranks the gain made a GAN's Fréchet distance worse, by 1.2 from 1.9, and the mean
+    did not. Nor does LBFGS: each of its steps goes to the minimum of a quadratic model of the loss, and the sum of two
+    overshoots.
     """
     optimizers = built.all_optimizers
     if job.merge != "auto" or not job.manual_optimization:

@@ -48,5 +48,5 @@ def leave_on_sigterm(ask: Callable[[], None] = lambda: None) -> Callable[[], boo
         return is_taken
 
     signal.signal(ASK, on_ask)
-    signal.signal(signal.SIGTERM, on_sigterm)  # last: where there are no real-time signals both are the same
+    signal.signal(signal.SIGTERM, on_sigterm)  # last: without real-time signals, ASK is SIGTERM
     return take_back

@@ -26,7 +26,7 @@ def end_with_parent(parent_pid: int) -> None:
 def keep_input() -> None:
     """Keeps standard input, by which `elche run` tells which ranks have exited, and gives the script an empty one."""
     _inputs.append(os.dup(0))
-    # The parent writes only when a rank exits, and nobody is to wait for that.
+    # Reads must not wait: the parent writes only when a rank exits.
     os.set_blocking(_inputs[0], False)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 

@@ -368,7 +368,7 @@ class Replica:
         self.replica_group.share_buffers(self.layout)
         at_entry = self.checkpoints.capture.capture_at_entry() if act.may_be_checkpoint else None
         row = replace(act.row, layout_hash=self.layout.hash)
-        # Written before the collective: the others may have this rank's values although it is killed in it.
+        # Written before the collective: if this rank is killed in it, the others may have its values all the same.
         self.audit.entered(row)
         group = self.generations.standing(row.generation)
         self.averaging.place = self._round_memory.place(group, self.local_step)
@@ -376,7 +376,7 @@ class Replica:
             group,
             row,
             keeps_snapshot=self._job.overlaps,
-            # What may be asked for later of a rank that is alone (P4.10).
+            # Only a rank that is alone looks at this: these are the results that may be asked for later (P4.10).
             keeps_result=act.may_be_checkpoint or act.keeps_result or is_new_group or ends_leases,
             state=self._join_state.give(),
         )

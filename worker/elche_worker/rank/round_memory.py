@@ -35,7 +35,7 @@ class RoundMemory:
         return self._chosen or ValuesPlace.PAGEABLE
 
     def _choose(self, spare_bytes: int) -> ValuesPlace:
-        # `plan` sets this to 0 if training leaves less memory; prefetched batches may have taken it then.
+        # `plan` has set this to 0 if training leaves less memory, which prefetched batches may then take.
         is_room = self._transfer.set_aside_bytes >= self._size_bytes
         self._transfer.set_aside_bytes = 0
         needed, spare = _gb(self._size_bytes), _gb(max(0, spare_bytes))

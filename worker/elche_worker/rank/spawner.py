@@ -282,7 +282,7 @@ class _LossyLog(io.FileIO):
             return len(memoryview(data).cast("B"))
 
 
-def open_log(descriptor: int, times: TimesWriter | None = None) -> io.TextIOWrapper:
+def open_log(descriptor: int, times: TimesWriter | None) -> io.TextIOWrapper:
     """A rank's output or error stream. Writes go to the log at once; `times` records when."""
     raw: Any = _LossyLog(descriptor, "w", closefd=False)
     raw.times = times

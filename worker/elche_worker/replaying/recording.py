@@ -39,7 +39,7 @@ class RecordedAveraging:
 
     @property
     def has_header(self) -> bool:
-        """True if any rank has received the header of a round that all have lost."""
+        """True if any rank that lost the round had received its header."""
         return any(one.has_header for one in self.lost.values())
 
 
@@ -73,8 +73,10 @@ class Recording:
         return str(moved)
 
 
-def read_recording(folder: Path, *, until_round: int | None = None, attempt: int | None = None) -> Recording:
-    """Reads an attempt, by default the newest, up to a round. Raises `InvalidJob`, naming what is missing."""
+def read_recording(folder: Path, *, until_round: int | None, attempt: int | None) -> Recording:
+    """Reads an attempt up to a round. None means the newest attempt, or its newest round with a result. Raises
+    `InvalidJob`, naming what is missing.
+    """
     places = [one for one in sorted((folder / AUDIT).glob("*")) if one.is_dir()]
     if len(places) != 1:
         found = f"files of {len(places)} jobs" if places else "no files of ranks: it was not run with --audit true"

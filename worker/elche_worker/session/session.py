@@ -153,7 +153,7 @@ class Session:
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Ends the conversation, and waits up to `timeout_s` until the coordinator has read it."""
-        # Set first: a stream that opens only now looks at it, and ends itself.
+        # Set first: a stream that is being opened looks at it, and ends.
         self._closing.set()
         self._outbound.close()
         self._thread.join(timeout_s)

@@ -118,7 +118,7 @@ def _new_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
     return event(enable_timing=True), event(enable_timing=True)
 
 
-def new_timer(device: torch.device, *, keeps_intervals: bool = False) -> BatchTimer:
+def new_timer(device: torch.device, *, keeps_intervals: bool) -> BatchTimer:
     """The timer for a device; with `keeps_intervals` it also records the interval of each batch."""
     kind = DeviceTimer if device.type == "cuda" else BatchTimer
     return kind(keeps_intervals=keeps_intervals)

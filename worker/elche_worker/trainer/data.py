@@ -421,7 +421,7 @@ def wire(
     model: nn.Module,
     forward_input: str | None,
     names: Sequence[str] | None,
-    inputs: Sequence[str] | None = None,
+    inputs: Sequence[str] | None,
 ) -> Wiring:
     """Decides which fields are passed to the model: `forward_input` first, then those named as arguments of its
     `forward`, or in `inputs`. Arguments that no field fills are a `problem` of `forward_batch` alone: a loop may call

@@ -106,7 +106,9 @@ class LoopEpochs:
         while num_steps is None or progress.num_steps < num_steps:
             self._check_open()
             if self._in_progress is not own:
-                raise Misuse("these shares were left for others, or for an epoch: take one after the other")
+                raise Misuse(
+                    "this shares() was left for another, or for an epoch: take all its steps before you begin the next"
+                )
             step = next(steps)
             share = sum(size for _, size in step.of(world.number))
             stepper.begin_batch(share, step)

@@ -262,7 +262,7 @@ class CadencePlan:
 
     def measure(self, step: Step, timed: Sequence[tuple[int, float]], sync_ms: float) -> list[float] | None:
         self._num_done = step.index + 1
-        # Without batches that stand in for none: they are no work of this rank.
+        # Batches of size 0 only stand in where this rank has none: they are not its work.
         return [added(ms for size, ms in timed if size), sync_ms]
 
     def learn(self, step: Step, measured: Sequence[Sequence[float]]) -> None:

@@ -25,7 +25,7 @@ class EventSender:
         self._num_dropped = 0
 
     def add(self, text: str) -> None:
-        """Sends an event, or drops it."""
+        """Sends an event. Counts and drops those beyond `BURST` and `PER_S`; the next one sent tells their number."""
         with self._lock:
             now_s = self._clock()
             self._budget = min(BURST, self._budget + PER_S * (now_s - self._refilled_s))

@@ -69,4 +69,5 @@ def _changed_by(function: Callable[..., Any] | None) -> list[str]:
 
 
 def _is_outside(code: CodeType, one: dis.Instruction) -> bool:
+    """True if the instruction sets a global variable, or one of an enclosing function."""
     return one.opname == "STORE_GLOBAL" or (one.opname == "STORE_DEREF" and one.argval in code.co_freevars)

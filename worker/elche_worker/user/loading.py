@@ -34,7 +34,7 @@ _script_pid = 0
 """Process id of the process that runs a user's file as a script, if any."""
 
 
-def as_a_script(file_name: str, arguments: Sequence[str] = ()) -> None:
+def as_a_script(file_name: str, arguments: Sequence[str]) -> None:
     """Sets `sys.argv` to the file's name and arguments, and standard input to an empty file."""
     global _script_pid
     _script_pid = os.getpid()

@@ -25,7 +25,8 @@ def _duty_of(
     """The rank's duty: a batch, an evaluation, or waiting for others, with the seconds of silence after which it counts
     as stalled, and as hung; None where silence means nothing.
     """
-    if not _is_member(record, generation):  # a newcomer, for which nobody waits; it waits for the last one, if for any
+    if not _is_member(record, generation):
+        # A newcomer: nobody waits for it. It waits for `last`, while the job trains and there is such a rank.
         return Duty(is_busy=last is None or training.is_paused or training.is_over)
     stall_s: float | None = None
     hang_s: float | None = None

@@ -409,7 +409,7 @@ class ManagedJob(PlacedJob):
         """
         is_open, accusation = self.is_open, None
         if is_open and death is not Death.WITH_HOST and not record.is_ending:
-            # Before the exit is noted: an exited rank counts as one that had nothing to train.
+            # Before the exit is noted, which makes the rank count as one that had nothing to train.
             accusation = self.run.blame(record, self._deaths, now_s)
         self.roster.note_exit(record, counts=is_open)
         self.silence.hangs.forget([record.rank])
@@ -423,7 +423,7 @@ class ManagedJob(PlacedJob):
             self.roster.report_lost(record, notice)
         # `is_first` is asked last, because it counts the death.
         elif death is Death.KILLED and self._is_starting_with_others(record) and self._deaths.is_first(record):
-            # The others have loaded the file already: to go back would have all of them load it again.
+            # Only this rank begins again: going back would have all load the file again.
             self.places.missing[record.rank] = now_s
             self.roster.report_lost(record, f"{notice}; it is started again")
         elif is_open and self._goes_back(is_violent=death is not Death.BY_ITSELF):
@@ -556,7 +556,7 @@ class ManagedJob(PlacedJob):
         self.places.missing.clear()
         for other in self.ranks.values():
             if other.phase is not RankPhase.EXITED:
-                # Before `stop`: the exit of a rank that is not done without would make the job go back once more.
+                # Left out before it is stopped: the exit of any other rank would make the job go back once more.
                 other.departs(DepartureTrigger.LEFT_OUT)
                 self.roster.stop(other)
         self.silence.forgive()

@@ -58,7 +58,7 @@ def slots_notice(spec: JobSpec, num_free: int, num_slots: int, unfit: str, *, is
 
 
 def checkpoint_notice(spec: JobSpec, why: str) -> str:
-    """The reason why a job that goes back waits for one host; `why` that gives it no slot."""
+    """The reason why a job that goes back waits for a host; `why` says what keeps that host from giving a slot."""
     return f"waits for host {spec.resume_host}, which {why}: only that host's disk has its newest checkpoint"
 
 

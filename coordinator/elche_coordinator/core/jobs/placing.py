@@ -204,7 +204,7 @@ class Placing:
             ):
                 offers.change()
             elif why := fleet.why_no_checkpoint(spec):
-                # holds no slots back: those of this host that come free are its own by its place in the queue
+                # It holds no slots back: it can use only its own host's, and gets them in its turn when they come free.
                 wait = _Reason(checkpoint_notice(spec, why))
                 self._waits[kind] = job.id, wait, wait
             elif ahead := next((one for one in waiting if offers.overlap(spec, one.spec)), None):

@@ -86,8 +86,8 @@ class HangWatch:
         asked_s = self._asked_s.pop(rank, None)
         if asked_s is not None:
             self._longest_s[rank] = max(DECAY * self._longest_s.get(rank, 0.0), now_s - asked_s)
-        # Of several answers the first counts: by the newest, a rank that answers each question and trains nothing never
-        # hangs.
+        # Of several answers the first counts. If the newest did, a rank that answers each ping and trains nothing would
+        # never count as hung.
         self._answered_s.setdefault(rank, now_s)
 
     def is_asked(self, rank: Rank) -> bool:

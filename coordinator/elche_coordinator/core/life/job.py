@@ -289,7 +289,7 @@ class Job(ABC):
         self._decided = (outcome, failure)
         told = ENDED_EARLY if outcome is Outcome.SUCCEEDED and self.ended_early else outcome
         for record in self.ranks.values():
-            # One that is stopped (SIGSTOP) was left alone until it continues: now nobody would wait for that.
+            # It has been asked to exit, or is left out. A suspended one (SIGSTOP) has had its time to continue.
             if record.is_done_without:
                 self.roster.stop(record)
             elif record.phase is not RankPhase.EXITED:

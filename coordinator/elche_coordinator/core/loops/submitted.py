@@ -73,7 +73,7 @@ class SubmittedLoop(Loop, PlacedJob):
 
     def _on_began(self, record: RankRecord, event: LoopBegan, now_s: float) -> None:
         """Handles a rank that has set up its trainer. The job trains once all have."""
-        # its processes form their groups by themselves, so that both phases pass at once
+        # Its processes have formed their group by themselves: both phases pass at once.
         record.life.advance(RankTrigger.LOADED)
         record.life.advance(RankTrigger.GROUPED)
         self.policy = event.policy

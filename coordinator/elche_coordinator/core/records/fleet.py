@@ -175,7 +175,7 @@ class Fleet:
         """The free slots of hosts that get ranks, host by host."""
         return [place for place in self.offered(conditions) if place not in self.taken]
 
-    def offered(self, conditions: tuple[str, ...] = ()) -> list[Place]:
+    def offered(self, conditions: tuple[str, ...]) -> list[Place]:
         """The slots of hosts that get ranks, free or not."""
         meeting = self._slots_meeting(conditions)
         return [
@@ -199,8 +199,8 @@ class Fleet:
 
     def take(self, job_id: JobId, spec: JobSpec, most: int, without: Collection[Place] = ()) -> list[tuple[Place, ...]]:
         """Takes slots for a job, `spec.group_size` of one host for each rank, in rank order; none if there are too few.
-        `most` 0 takes as many as fit. Slots in `without` are not taken. The first are on a host that has the job's
-        checkpoint, if only some have it; if there are none, none are taken.
+        `most` 0 takes as many as fit. Slots in `without` are not taken. If only some hosts have the job's checkpoint,
+        the first slots are on one of these; without such slots, none are taken.
         """
         least, free = spec.least_ranks, self._free_groups(job_id, spec, without)
         if not 0 < least <= len(free) or not self._has_checkpoint(free[0], spec):

@@ -165,7 +165,7 @@ class Departure(StrEnum):
     DISMISSED = "dismissed"
     """Its work is committed, and it was asked to exit."""
     LEFT_OUT = "left out"
-    """It hangs: the others go on without it, and its process is being ended."""
+    """The others go on without it, such as because it hangs, or its job has gone back: its process is being ended."""
     STOPPED = "stopped"
     """Its process is being ended; until it has exited the others wait for it."""
 

@@ -145,8 +145,8 @@ class Training:
         """Sets the ranks that train now. `like` has for each the earlier ranks whose learned speed it takes over, if
         any (row E10).
         """
-        # Before the members change: a lone rank learns nothing, so its checkpoints keep these speeds, and say of which
-        # devices they are.
+        # Before the members change: a lone rank learns nothing, so its checkpoints keep the speeds learned so far, with
+        # the devices that had them.
         learned = self.policy.to_json()
         if learned.get("el_che"):
             self._devices_then = self._devices

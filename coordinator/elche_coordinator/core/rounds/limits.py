@@ -54,13 +54,13 @@ class Limits:
         self._stops = {rank: targets.get(rank, record.local_step) for rank, record in self._members.items()}
         for rank, record in self._members.items():
             stop = self._stops[rank]
-            # Not recorded as the rank's limit, which counts again after the pause.
+            # Not put into the record, whose limit counts again after the pause.
             self._send(record, min(stop, record.limit_step) if self._applies else stop)
 
     def lift_stops(self) -> None:
         """Lifts the stops of a pause. With `max_batch_diff`, ranks go on when the caller then calls `update`."""
         for record in self._members.values():
-            # Forgotten, not raised: `_raise` sends only what is above the record, and ranks have been told less since.
+            # `stop_at` told ranks less than the record has. From 0, `_raise` sends their limits again.
             record.limit_step = 0
             if not self._applies:
                 self._send(record, NO_LIMIT)

@@ -44,8 +44,8 @@ class Reserve:
         self._revoked.clear()
         counts = {rank: step - self._members[rank].base_step for rank, step in opened.targets.items()}
         every = {rank: self._distance(count) for rank, count in counts.items()}
-        # A writer that goes on alone to the next round no longer has the result of which the checkpoint is (protocol
-        # P12.5).
+        # No grants after a checkpoint's round: a writer that entered the next one would overwrite the result to write
+        # (protocol P12.5).
         num_rounds = self._num_rounds(every) if opened.checkpoint_writer is None else 0
         if num_rounds <= 0:
             self.recall()
@@ -85,7 +85,7 @@ class Reserve:
     def _distance(self, count: int) -> int:
         """Batches of a rank from one granted round to the next; `count`: those planned for the announced round."""
         if self._training.policy.stops_ranks:
-            return 1  # a round after each batch: several are announced at once
+            return 1  # `sync`: a round after each batch, whatever the count, which spans several announced rounds
         return math.ceil(ASYNC_FACTOR * count) if self._training.settings.policy == "async" else count
 
     def _num_rounds(self, every: dict[Rank, int]) -> int:

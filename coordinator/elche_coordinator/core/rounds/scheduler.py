@@ -481,7 +481,7 @@ class RoundScheduler:
         if not paces or not _are_timed(paces):
             return
         opened = self.rounds[0]
-        # Fixed: the next report would plan the round as long as before.
+        # Fixed: otherwise the next report would make the round as long as it was.
         opened.at_s, opened.is_fixed = now_s, True
         slowest_ms = max(pace.ms_per_batch or 0.0 for pace in paces)
         for pace in paces:

@@ -356,7 +356,7 @@ class Ledger:
         """Records the number of samples of its leases that the rank has trained. Ignores stale reports."""
         leases = self.rank_leases.get(rank)
         if leases is not None:
-            # The rank's own word: with more than it has leased, progress would be shown beyond the end.
+            # The rank's claim is bounded by its leases: else progress might be shown beyond the epoch's end.
             leases.processed = min(max(leases.processed, num_samples), leases.end)
             leases.permitted = max(leases.permitted, leases.processed)  # begun while the coordinator was away
 

@@ -8,7 +8,7 @@ down_revision = "0003"
 
 
 def upgrade() -> None:
-    """There was no such store."""
+    """Adds an empty table: before it, there was no artifact store."""
     op.create_table(
         "artifacts",
         sa.Column("job", sa.String, primary_key=True),
