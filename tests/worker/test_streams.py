@@ -263,7 +263,10 @@ def test_without_one_of_its_orders_a_path_is_found_out(
         changes |= {"merge": "mean"}  # to copy what is known of the gains makes it wait too
         changes |= {"after_round": lambda model, version: None, "model": lambda: nn.Linear(3, 1)}
     with device.in_use(monkeypatch), new_rank(tmp_path, GROUPS[over](), **changes) as rank:
-        path(rank)
+        for _ in range(5 if path is batches else 1):  # a busy host may wait for the device by chance, and so hide it
+            path(rank)
+            if any(found in problem for problem in device.problems):
+                break
     assert any(found in problem for problem in device.problems), device.problems
 
 
