@@ -93,7 +93,7 @@ def test_nobody_is_there(ports: tuple[int, int]) -> None:
     assert f"127.0.0.1:{ports[0]}" in str(raised.value.details())  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("text", ["", "gpu1", "gpu1:7717,", "gpu1:7717,gpu2", "gpu1:99999"])
+@pytest.mark.parametrize("text", ["", "gpu1", "gpu1:7717,", "gpu1:7717,gpu2", "gpu1:99999", "http://gpu1:7717"])
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(BadAddress, match="is not HOST:PORT"):
         open_channel(text, "folder")
