@@ -77,7 +77,9 @@ def write_on(model: GPT, prompt: bytes, num_bytes: int) -> bytes:
 
 
 def main() -> None:
-    path, prompt = sys.argv[1], sys.argv[2]
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    path, prompt = sys.argv[1:]
     print(write_on(load(path), prompt.encode(), NUM_BYTES).decode(errors="replace"))
 
 

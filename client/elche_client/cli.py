@@ -191,7 +191,7 @@ def resume(
 
     PATH is a checkpoint, or the folder of a run. It is resumed on this machine, with the file, settings and number of
     ranks of the checkpoint and the arguments and environment of its run, unless others are given. JOB is a job that has
-    ended at a coordinator, and is resumed there.
+    ended at a coordinator; it is resumed there, and watched.
 
     \b
     Examples:

@@ -86,7 +86,7 @@ def list_tokens(address: str, as_json: bool) -> int:
         click.echo(json.dumps([_fields(one) for one in found]))
         return 0
     for one in found:
-        state = f"until {one.expires_at:%Y-%m-%d %H:%M}" if one.expires_at else "no end"
+        state = f"until {one.expires_at:%Y-%m-%d %H:%M} UTC" if one.expires_at else "no end"
         if one.expires_at and one.expires_at <= datetime.now(UTC):
             state = "expired"
         click.echo(printable(f"{one.id}  {one.role:<8}  {one.name:<20}  {state}"))

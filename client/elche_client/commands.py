@@ -258,7 +258,8 @@ def show_timeline(job: str, address: str, output: Path, *, as_page: bool) -> int
     except OSError as error:
         raise InvalidJob(f"{output} cannot be written: {error.strerror}") from None
     how = "open it in a browser" if as_page else "open it at ui.perfetto.dev"
-    click.echo(f"{output}: {len(found.spans)} spans of {len(found.ranks)} ranks; {how}")
+    ranks = "1 rank" if len(found.ranks) == 1 else f"{len(found.ranks)} ranks"
+    click.echo(f"{output}: {len(found.spans)} spans of {ranks}; {how}")
     return 0
 
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import grpc
 
 from elche.channel import open_channel
-from elche.errors import Unreachable
-from elche.network import DEFAULT_ADDRESS, FRESH_NAMES, KEEPALIVE
+from elche.network import DEFAULT_ADDRESS, FRESH_NAMES, KEEPALIVE, BadAddress, split_address, split_addresses
 from elche.protocol import call_metadata
 from elche.token import checked
 from elche_client import contexts
@@ -45,9 +44,8 @@ def connect(address: str | None, token: str | None, tls: str | None) -> Connecti
 
 
 def checked_address(address: str) -> str:
-    """Returns one or several addresses. Raises `Unreachable` for an invalid one."""
-    for one in address.split(","):
-        host, colon, port = one.strip().rpartition(":")
-        if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
-            raise Unreachable(f"a coordinator's address is HOST:PORT, such as {DEFAULT_ADDRESS}, not {one!r}")
+    """Returns one or several addresses. Raises `BadAddress` for an invalid one, or one to which nobody can connect."""
+    for one in split_addresses(address):
+        if split_address(one)[1] == 0:
+            raise BadAddress(f"{one!r} is not HOST:PORT, such as {DEFAULT_ADDRESS}: port 0 is none to connect to")
     return address

@@ -240,7 +240,9 @@ def _port(host: str, port: int) -> Finding:
         text = f"{address} does not answer within {CONNECT_LIMIT_S:.0f} s"
         return Finding("port", State.FAULT, text, f"let TCP port {port} through the firewalls between here and there")
     except ConnectionRefusedError:
-        advice = "start elche-coordinator there; beyond its own machine it needs --listen 0.0.0.0:PORT"
+        advice = (
+            "`elche run` needs none; else start elche-coordinator there, for other machines with --listen 0.0.0.0:PORT"
+        )
         return Finding("port", State.FAULT, f"{NOBODY_LISTENS} {address}", advice)
     except OSError as error:
         return Finding("port", State.FAULT, f"{address} cannot be reached: {error.strerror}", "check the network")

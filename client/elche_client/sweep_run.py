@@ -100,6 +100,12 @@ class Runner:
         """True if all trials have ended."""
         return len(self.results) == len(self.jobs)
 
+    @property
+    def is_without_effect(self) -> bool:
+        """True if three or more trials of the same length have all the same metric: their values change nothing."""
+        found = [value for (_, rung), value in self.results.items() if rung == 0 and value is not None]
+        return len(found) > 2 and len(set(found)) == 1
+
     def step(self) -> None:
         """Submits new trials, and updates all."""
         for trial in self._search(self.results):
@@ -227,6 +233,11 @@ def sweep(path: Path, address: str, *, as_json: bool, cancels: bool) -> int:
     if best is None or runner.results.get(best) is None:
         print_notice("no trial has succeeded")
         return 1
+    if runner.is_without_effect:
+        print_notice(
+            f"all trials have the same {definition.metric}: does {definition.job.name} use the values? "
+            "It gets `arguments` in sys.argv"
+        )
     print_notice(f"the best is trial {best[0]}; its model: elche fetch {runner.jobs[best].id}")
     return 0
 

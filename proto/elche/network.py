@@ -67,7 +67,7 @@ class BadAddress(ElcheError):
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of an address HOST:PORT. Raises `BadAddress`."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+    if not host or "/" in host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise BadAddress(f"{address!r} is not HOST:PORT, such as {DEFAULT_ADDRESS}")
     return host.strip("[]"), int(port)
 

@@ -49,7 +49,11 @@ def parse(text: str) -> Condition:
         )
     name, operator, value = found.groups()
     if (name == "memory") is not (operator == ">="):
-        how = "memory>=20GiB is how to ask for memory" if name == "memory" else f"{name} is compared by = or !="
+        how = (
+            "memory>=20GiB is how to ask for memory"
+            if name == "memory"
+            else f"{name} is compared by = or !=, only memory by >="
+        )
         raise InvalidJob(f"{text[:80]!r} is not a condition on devices: {how}")
     if name == "memory":
         _size(value)

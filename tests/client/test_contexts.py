@@ -44,6 +44,14 @@ def test_a_user_without_a_home_directory_needs_none(monkeypatch: pytest.MonkeyPa
         contexts.save(Contexts())
 
 
+@pytest.mark.parametrize("address", ["gpu1", "gpu1:0", "http://gpu1:7718", "gpu1:7717,"])
+def test_what_is_no_address_is_not_kept(config: Path, address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page's address was kept: each command after it said that the name "http" cannot be resolved."""
+    assert main(["context", "add", "lab", "--coordinator", address]) == 2
+    assert "is not HOST:PORT" in capsys.readouterr().err
+    assert not config.exists()
+
+
 def test_who_says_more_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     assert contexts.address() == DEFAULT_ADDRESS
     contexts.save(Contexts("lab", {"lab": Context("gpu1:7717"), "home": Context("nas:7717")}))

@@ -7,7 +7,7 @@ import pytest
 
 from elche.errors import InvalidJob
 from elche_client.sweep import Range, Sweep, Trial, halved, read_sweep, trials
-from elche_client.sweep_run import Optuna
+from elche_client.sweep_run import Optuna, Runner
 
 Write = Callable[[str], Path]
 
@@ -120,6 +120,20 @@ def test_the_best_third_of_a_rung_goes_on_for_three_times_as_long(write: Write) 
     results[5, 2] = 1.0
     assert len(list(halved(sweep, results))) == 13
     assert sweep.options(second[0], "/checkpoints").settings == {"epochs": 6, "checkpoint_every_epochs": 2}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "is_without_effect"),
+    [([0.5, 0.5, 0.5], True), ([0.5, None, 0.5, 0.5], True), ([0.5, 0.5, 0.6], False), ([0.5, 0.5], False)],
+)
+def test_values_that_the_file_does_not_use_are_noticed(
+    write: Write, metrics: list[float | None], is_without_effect: bool
+) -> None:
+    """A file that does not read its arguments had a best trial, of nine that were the same."""
+    runner = Runner(None, read_sweep(write("job: train.py\narguments: {--lr: [1, 2, 3, 4]}\n")), lambda results: [])  # type: ignore[arg-type]
+    runner.results = {(number, 0): value for number, value in enumerate(metrics)}
+    runner.results[0, 1] = 0.7
+    assert runner.is_without_effect is is_without_effect
 
 
 def test_optuna_is_asked_for_the_same_trials_again(write: Write) -> None:

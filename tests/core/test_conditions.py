@@ -148,7 +148,7 @@ def test_a_host_that_joins_brings_what_a_job_waits_for() -> None:
     [
         ("gpu", "write NAME=PATTERN"),
         ("memory=20GiB", "memory>=20GiB is how to ask for memory"),
-        ("model>=H200", "model is compared by = or !="),
+        ("model>=H200", "model is compared by = or !=, only memory by >="),
         ("memory>=much", "write 20GiB or 20GB"),
         ("=x", "write NAME=PATTERN"),
         ("model==H200", "write NAME=PATTERN"),

@@ -133,6 +133,14 @@ def test_the_readme_shows_what_its_job_prints(tmp_path: Path) -> None:
         assert line in printed, line
 
 
+def test_the_plan_that_its_page_shows_is_what_the_command_prints(tmp_path: Path) -> None:
+    """In virtual time, so to the last figure: the page's were of an older cadence. Paste what it prints now."""
+    (command,) = [words for page, words in commands() if page == "docs/plan.md" and "--add" in words]
+    printed = _succeeds([sys.executable, "-m", "elche_client", *shlex.split(command)[1:]], tmp_path)
+    (shown,) = [text for page, text in blocks("text") if page == "docs/plan.md"]
+    assert shown in printed
+
+
 def _shape(text: str) -> list[str]:
     """The lines without borders, and with N for a number and its unit and RUN for the run's folder."""
     text = re.sub(r"\S*runs/train-[\d-]+", "RUN", re.sub(r"[│╭╮╰╯─]", " ", text))

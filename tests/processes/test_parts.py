@@ -183,6 +183,9 @@ def test_a_job_is_paused_and_goes_on(
     eventually(lambda: view_of(job).state is JobState.PAUSED, "it is paused")
     stood = eventually(lambda: stands(job), "its ranks stand")
     assert stands(job, 1.0) == stood
+    for act in (job.checkpoint, job.resume):
+        with pytest.raises(InvalidJob, match=f"is paused.*`elche pause {job.id} --off` lets it go on"):
+            act()
     assert elche("pause", job.id, "--off", *to).out.strip() == f"job {job.id} goes on"
     assert job.result().committed_samples == (NUM_SAMPLES,) * 40
     assert elche("pause", job.id, *to).out.strip() == f"job {job.id} is succeeded: nothing was changed"

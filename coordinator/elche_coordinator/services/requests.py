@@ -87,6 +87,8 @@ async def resume(
     """
     result = catalogue.result(view.job_id)
     if result is None:
+        if view.state == "paused":
+            raise InvalidJob(f"job {view.job_id} is paused; {_going_on(view)}")
         raise InvalidJob(f"job {view.job_id} has not ended; cancel it first, or let it go on")
     spec, checkpoints = catalogue.submission(view.job_id), result.checkpoints
     if spec.is_attached:
@@ -200,10 +202,15 @@ def drain(driver: Driver, name: str, *, is_drained: bool) -> int:
     return sum(len(set(host.ranks.values())) for host in found)
 
 
+def _going_on(view: JobView) -> str:
+    """How a paused job is let go on."""
+    return f"`elche pause {view.job_id} --off` lets it go on"
+
+
 def request_checkpoint(driver: Driver, view: JobView) -> None:
     """Requests a checkpoint with the next round. Raises `InvalidJob` for a job that does not train."""
     if view.state == "paused":
-        raise InvalidJob(f"job {view.job_id} is paused, and a checkpoint is made with a round: let it go on first")
+        raise InvalidJob(f"job {view.job_id} is paused, and a checkpoint is made with a round; {_going_on(view)}")
     if view.state not in ("training", "waiting"):
         raise InvalidJob(f"job {view.job_id} is {view.state}; only a job that trains writes checkpoints")
     driver.handle(CheckpointRequested(job_id=JobId(view.job_id)))

@@ -83,7 +83,7 @@ def starved_text(record: RankRecord, window: Window) -> str:
     elif waited_s >= window.duration_s / 4:
         why = f"it waited for others for {waited_s:.1f} s of {window.duration_s:.1f} s"
     else:
-        why = f"its batches were slower, or it had no work, until they took {record.ms_per_batch or 0.0:.3g} ms each"
+        why = f"its batches, which now take {record.ms_per_batch or 0.0:.3g} ms, were slower before, or it had no work"
     return (
         f"has trained {window.num_batches} batches of the last {window.num_epochs} epochs, less than half of its share "
         f"of {window.due_batches:.0f}: {why}"
