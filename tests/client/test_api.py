@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from elche.errors import ElcheError, InvalidJob, JobFailed, NotAllowed, TooMuch, UnknownJob, Unreachable
-from elche.network import user_at_host
+from elche.network import BadAddress, user_at_host
 from elche.v1 import job_pb2 as pb
 from elche_client import (
     Client,
@@ -379,7 +379,7 @@ def test_options_that_cannot_work_are_refused_before_any_call(
 
 @pytest.mark.parametrize("address", ["", "host", "host:", ":7717", "host:port", "host:0", "host:70000"])
 def test_an_address_without_host_or_port(address: str) -> None:
-    with pytest.raises(Unreachable, match="HOST:PORT"):
+    with pytest.raises(BadAddress, match="HOST:PORT"):
         Client(address)
 
 

@@ -94,7 +94,6 @@ def test_nobody_is_there(ports: tuple[int, int]) -> None:
     assert f"127.0.0.1:{ports[0]}" in str(raised.value.details())  # type: ignore[attr-defined]
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("host", "is_looked_up"), [("no-such-host.invalid", True), ("localhost", True), ("127.0.0.1", False)]
 )
@@ -116,10 +115,7 @@ def test_a_name_is_looked_up_after_each_failed_call(
     assert (len(opened) > 2) == is_looked_up
 
 
-@pytest.mark.parametrize("text", ["", "gpu1", "gpu1:7717,", "gpu1:7717,gpu2", "gpu1:99999"])
-=======
 @pytest.mark.parametrize("text", ["", "gpu1", "gpu1:7717,", "gpu1:7717,gpu2", "gpu1:99999", "http://gpu1:7717"])
->>>>>>> h-docs
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(BadAddress, match="is not HOST:PORT"):
         open_channel(text, "folder")
