@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 import click
 
-from elche.errors import ElcheError, InvalidJob, Unreachable
+from elche.errors import InvalidJob, Unreachable
 from elche.requirements import inline_requirements
 from elche_client import contexts
 from elche_client.check import NEEDED_BY_WORKER, check_file, missing_of
@@ -30,7 +30,7 @@ from elche_client.notifications import (
     wait_for_result,
 )
 from elche_client.options import JobOptions, check_loop, has_own_loop, read_source
-from elche_client.output import UploadNotice, exit_code_of, print_ending, resume_hint
+from elche_client.output import UploadNotice, exit_code_of, print_ending, print_made, resume_hint
 from elche_client.processes import ChildProcesses
 from elche_client.progress import make_progress
 from elche_client.rank_output import RankOutput
@@ -76,11 +76,7 @@ def submit(
                 print_notice(f"submitted job {handle.id}")
         if watch_it:
             return _watch(handle, as_json=as_json)
-    try:
-        click.echo(to_json({"job_id": handle.id}) if as_json else printable(handle.id))
-    except OSError as error:
-        text = f"job {handle.id} is submitted, but standard output cannot be written: {error.strerror or error}"
-        raise ElcheError(text) from error
+    print_made(to_json({"job_id": handle.id}) if as_json else printable(handle.id), f"job {handle.id} is submitted")
     if not as_json:
         _print_next_commands(handle)
     return 0
