@@ -51,14 +51,14 @@ def make(name: str, role: str, expires: float | None, address: str, as_json: boo
 
     from elche.token import Role
     from elche_client.notices import print_notice
+    from elche_client.output import print_made
     from elche_client.tokens import Tokens
 
     with Tokens(address) as tokens:
         made, text = tokens.make(name, Role(role), expires=None if expires is None else timedelta(seconds=expires))
+    print_made(json.dumps({**_fields(made), "token": text}) if as_json else text, f"token {made.id} is made")
     if as_json:
-        click.echo(json.dumps({**_fields(made), "token": text}))
         return 0
-    click.echo(text)
     until = f"until {made.expires_at:%Y-%m-%d %H:%M} UTC" if made.expires_at else "without an end"
     print_notice(f"token {made.id}: {name} is {role}, {until}; this text is shown once")
     return 0

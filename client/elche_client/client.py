@@ -219,9 +219,9 @@ class Client:
             try:
                 response = self._ask(self._stub.SubmitJob, request)
                 break
-            except Unreachable:
+            except Unreachable as error:
                 if wait_s is None:
-                    raise
+                    raise Unreachable(f"{error}; the job may have been submitted: see `elche jobs`") from error
                 time.sleep(wait_s)  # the answer may have been lost: the key keeps the job from being submitted twice
         return JobHandle(self, response.job_id)
 

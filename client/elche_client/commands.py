@@ -30,12 +30,12 @@ from elche_client.notifications import (
     wait_for_result,
 )
 from elche_client.options import JobOptions, check_loop, has_own_loop, read_source
-from elche_client.output import UploadNotice, exit_code_of, print_ending, resume_hint
+from elche_client.output import UploadNotice, exit_code_of, print_ending, print_made, resume_hint
 from elche_client.processes import ChildProcesses
 from elche_client.progress import make_progress
 from elche_client.rank_output import RankOutput
 from elche_client.record import JobRecord, to_json
-from elche_client.summary import host_problems, hosts_table, jobs_table, wide_console
+from elche_client.summary import host_problems, hosts_table, jobs_table, says_why, wide_console
 from elche_client.upload import file_of_module, folder_of
 
 
@@ -76,7 +76,7 @@ def submit(
                 print_notice(f"submitted job {handle.id}")
         if watch_it:
             return _watch(handle, as_json=as_json)
-    click.echo(to_json({"job_id": handle.id}) if as_json else printable(handle.id))
+    print_made(to_json({"job_id": handle.id}) if as_json else printable(handle.id), f"job {handle.id} is submitted")
     if not as_json:
         _print_next_commands(handle)
     return 0
@@ -110,8 +110,7 @@ def jobs(address: str, *, as_json: bool) -> int:
     if client.problem:
         console.print(f"all jobs wait: {printable(client.problem)}", markup=False, soft_wrap=True)
     for view in views:
-        is_stalled = any(rank.stalled_s for rank in view.ranks) and not view.state.has_ended
-        if view.reason and (view.state in (JobState.QUEUED, JobState.WAITING) or is_stalled):
+        if says_why(view):
             console.print(f"{printable(view.job_id)}: {printable(view.reason)}", markup=False, soft_wrap=True)
     return 0
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from elche.errors import ElcheError
 from elche_client.events import JobResult, JobState
 from elche_client.formatting import printable, printable_lines
 from elche_client.notices import print_notice
@@ -30,6 +31,16 @@ def print_error(message: str, *, traceback: str) -> None:
     if traceback:
         click.echo(printable_lines(traceback), err=True)
     print_notice(message)
+
+
+def print_made(text: str, made: str) -> None:
+    """Prints what a script needs of something that was made. Raises `ElcheError`, with `made`, if it cannot be written:
+    the thing is there, and nobody would know it.
+    """
+    try:
+        click.echo(text)
+    except OSError as error:
+        raise ElcheError(f"{made}, but standard output cannot be written: {error.strerror or error}") from error
 
 
 class UploadNotice:

@@ -56,10 +56,10 @@ class Bar:
 def job_panel(view: JobView, *, width: int) -> Panel:
     """The panel of a job, for a terminal of `width` columns."""
     parts: list[Table | Text] = [epoch_line(view), figures_line(view)]
-    if view.pacing or view.reason:
-        waits = view.state is JobState.QUEUED  # shows only the reason
+    waits = view.state in (JobState.QUEUED, JobState.FINISHING)  # no round is planned: shows only the reason
+    if why := view.reason if waits else view.pacing or view.reason:
         overflow: OverflowMethod = "fold" if waits else "ellipsis"
-        parts.append(Text(printable(view.pacing or view.reason), style="dim", no_wrap=not waits, overflow=overflow))
+        parts.append(Text(printable(why), style="dim", no_wrap=not waits, overflow=overflow))
     if view.ranks:
         parts += [Text(), rank_table(view.ranks[:MAX_RANKS], wide=width >= WIDE)]
     if len(view.ranks) > MAX_RANKS:

@@ -178,6 +178,12 @@ def jobs_table(views: Sequence[JobView], now: datetime | None = None) -> Table:
     return table
 
 
+def says_why(view: JobView) -> bool:
+    """True for a job whose reason is news: one that waits, is stalled, or writes its final model."""
+    is_stalled = any(rank.stalled_s for rank in view.ranks) and not view.state.has_ended
+    return bool(view.reason) and (is_stalled or view.state in (JobState.QUEUED, JobState.WAITING, JobState.FINISHING))
+
+
 def host_problems(hosts: Sequence[HostView]) -> list[str]:
     """A line for each host that can start no ranks."""
     return [printable(f"{host.host}: can start no ranks: {host.problem}") for host in hosts if host.problem]

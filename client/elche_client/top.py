@@ -14,7 +14,7 @@ from elche_client.events import HostView, JobState, JobView
 from elche_client.formatting import printable
 from elche_client.interrupts import interrupted
 from elche_client.record import to_json
-from elche_client.summary import host_problems, hosts_table, jobs_table, wide_console
+from elche_client.summary import host_problems, hosts_table, jobs_table, says_why, wide_console
 
 MAX_ENDED = 5
 """Newest ended jobs that are shown below the others."""
@@ -46,7 +46,7 @@ class Snapshot:
         parts += [Text(printable(self.problem), style="red")] if self.problem else []
         shown = [*going, *ended[-MAX_ENDED:]]
         parts += [Text(), jobs_table(shown) if shown else Text("no jobs")]
-        parts += [Text(printable(f"{job.job_id}: {job.reason}"), style="yellow") for job in waiting if job.reason]
+        parts += [Text(printable(f"{job.job_id}: {job.reason}"), style="yellow") for job in going if says_why(job)]
         parts += [Text(), hosts_table(self.hosts) if self.hosts else Text("no hosts: start elche-worker")]
         parts += [Text(line, style="yellow") for line in host_problems(self.hosts)]
         return Group(*parts)

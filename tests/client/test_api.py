@@ -117,9 +117,11 @@ def test_a_submission_is_sent_again_so_often_and_one_that_is_refused_never(
     monkeypatch.setattr("elche_client.client.RETRY_AFTER_S", (0.0, 0.0))
     for code, num_calls in ((grpc.StatusCode.UNAVAILABLE, 3), (grpc.StatusCode.RESOURCE_EXHAUSTED, 1)):
         jobs = Losing(9, code)
-        with connected(jobs) as client, pytest.raises(ElcheError):
+        with connected(jobs) as client, pytest.raises(ElcheError) as raised:
             client.submit(job_file)
         assert len(jobs.keys) == num_calls
+        may_be_there = str(raised.value).endswith("; the job may have been submitted: see `elche jobs`")
+        assert may_be_there == isinstance(raised.value, Unreachable)
 
 
 def test_what_is_not_asked_is_left_to_the_file(job_file: Path) -> None:

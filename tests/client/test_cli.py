@@ -217,6 +217,19 @@ def test_submit_prints_the_jobs_id(job_file: Path, capsys: pytest.CaptureFixture
     assert (second.num_ranks, dict(second.settings), second.verify_rounds) == (0, {}, False)
 
 
+def test_a_submission_whose_id_cannot_be_printed_is_told_with_the_id(job_file: Path) -> None:
+    """With a full disk behind stdout the job was submitted, and no line named it."""
+    jobs = ScriptedJobs()
+    with serving(jobs) as address, Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "elche_client", "submit", str(job_file), "--no-check"]
+        done = subprocess.run(
+            [*command, "--coordinator", address], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert len(jobs.specs) == 1
+    expected = "elche: job j-1 is submitted, but standard output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, expected)
+
+
 def test_a_script_with_its_own_loop_is_submitted_as_such_and_does_not_run_here(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -504,6 +517,15 @@ def test_a_job_that_waits_says_for_what(capsys: pytest.CaptureFixture[str]) -> N
         assert f"j-1: {reason}" in capsys.readouterr().out.splitlines()
         assert main(["watch", "j-1", "--coordinator", address]) == 0
     assert f"digits: queued, {reason}" in capsys.readouterr().out.splitlines()
+
+
+def test_a_job_says_why_its_final_model_is_not_written(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of ten minutes on a full disk `elche jobs` said only that it is finishing."""
+    reason = "rank 0: tried again for 10 minutes: the final model cannot be written to /m: No space left on device"
+    finishing = pb.JobView(job_id="j-1", name="digits", state=pb.JOB_STATE_FINISHING, reason=reason)
+    with serving(ScriptedJobs(finishing)) as address:
+        assert main(["jobs", "--coordinator", address]) == 0
+    assert f"j-1: {reason}" in capsys.readouterr().out.splitlines()
 
 
 def test_arguments_and_environment_are_sent_and_the_values_shown_to_nobody(

@@ -30,7 +30,7 @@ from elche_client.formatting import figure, percent, printable_lines, quantity, 
 from elche_client.panel import Bar, job_panel
 from elche_client.progress import LineProgress
 from elche_client.record import MAX_ROUNDS, JobRecord, result_document, to_json
-from elche_client.summary import hosts_table, jobs_table, summary_panel
+from elche_client.summary import hosts_table, jobs_table, says_why, summary_panel
 
 RANKS = (
     RankView(
@@ -160,6 +160,16 @@ def test_a_queued_job_says_what_it_waits_for() -> None:
     assert "digits  queued" in text
     assert "waits for 2 free slots" in text
     assert "loss -" in text
+
+
+def test_a_job_that_writes_its_final_model_says_what_keeps_it() -> None:
+    """Not the plan of the last round, which is over."""
+    view = replace(VIEW, state=JobState.FINISHING, pacing="every 5 batches", reason="the disk is full")
+    text = drawn(job_panel(view, width=80), width=80)
+    assert "the disk is full" in text
+    assert "every 5 batches" not in text
+    assert says_why(view)
+    assert not says_why(VIEW)
 
 
 def test_names_from_elsewhere_cannot_command_the_terminal() -> None:

@@ -130,3 +130,23 @@ def test_the_oldest_of_who_has_most_make_room_and_those_of_jobs_that_go_on_never
     monkeypatch.setattr(module, "MAX_TOTAL_BYTES", 1000)
     timelines._make_room({"job-0"})
     assert sorted(one.stem for one in tmp_path.iterdir()) == ["job-0", "job-1", "job-4"]
+
+
+def test_ranks_are_told_the_time_also_after_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once they were not until it had caught up, and their spans lay an hour beside the coordinator's messages."""
+    times, told = iter([5000.0, 5001.0, 1000.0, 1001.0, 1003.0]), []
+    timelines = Timelines(tmp_path / "all", Jobs())  # type: ignore[arg-type]
+    timelines._open["x"] = module._Open("")
+    monkeypatch.setattr(timelines, "_send_clock", lambda job_id, now_s: told.append(now_s))
+    monkeypatch.setattr(module, "EVERY_S", 0.0)
+
+    async def write() -> None:
+        with pytest.raises(RuntimeError):  # no more times
+            await timelines.write()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.time, "time", times.__next__)
+        asyncio.run(write())
+    assert told == [5000.0, 1000.0, 1003.0]

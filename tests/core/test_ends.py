@@ -3,9 +3,17 @@
 import pytest
 
 from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.jobs.managed_job import WRITES_MODEL
 from elche_coordinator.core.life.job import STOP_GRACE_S
 from elche_coordinator.core.messages.commands import StartRank, StopRank
-from elche_coordinator.core.messages.events import AgentJoined, JobCancelled, JobsForgotten, JobSubmitted, RankExited
+from elche_coordinator.core.messages.events import (
+    AgentJoined,
+    JobCancelled,
+    JobsForgotten,
+    JobSubmitted,
+    RankExited,
+    UserEventRecorded,
+)
 from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.messages.spec import JobSpec, Slot
@@ -132,3 +140,18 @@ def test_a_negative_number_of_ranks_takes_no_slot(simulate):
     simulation.core.handle(AgentJoined(agent_id=AgentId("a"), host="a", slots=(Slot(device="cpu"),) * 3), now_s=0)
     simulation.core.handle(submitted("odd", -1), now_s=0)
     assert simulation.sent(StartRank) == []
+
+
+def test_a_finishing_jobs_reason_is_what_its_writer_says(simulate):
+    """Such as that the disk is full, for up to ten minutes; once it has died, the next one writes."""
+    simulation = simulate(ranks(5, 5), dataset_size=300)
+    at_phase(simulation, JobPhase.FINISHING)
+    saver = simulation.job.run.training.saver
+    for rank, said in ((1 - saver, "another's"), (saver, "no room")):
+        address = simulation.processes[rank].address
+        simulation.handle(UserEventRecorded(**address, text=said))
+    assert simulation.core.view(JobId("job"), simulation.clock.now_s).reason == f"rank {saver}: no room"
+    simulation.kill(saver)
+    simulation.run_until(lambda: simulation.job.run.training.saver != saver)
+    assert simulation.core.view(JobId("job"), simulation.clock.now_s).reason == WRITES_MODEL
+    simulation.run()

@@ -325,6 +325,24 @@ def test_the_command_makes_lists_and_revokes(lab: Lab, elche: Callable[..., Comm
     assert (lacking.code, "ListTokens needs the role operator" in lacking.complaint) == (2, True)
 
 
+def test_a_token_that_cannot_be_printed_is_named(lab: Lab, mark: Mark) -> None:
+    """With a full disk behind stdout it was made, shown to nobody, and valid for months."""
+    words = ["token", "make", "erna", "--role", "user", "--coordinator", lab.coordinator.address]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "elche_client", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env=mark.environment({"ELCHE_TOKEN": OWN}),
+        )
+    with Tokens(lab.coordinator.address, token=OWN) as tokens:
+        (made,) = [one for one in tokens.all() if one.name == "erna"]
+    complaint = f"elche: token {made.id} is made, but standard output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, complaint)
+
+
 def test_tokens_outlast_a_crash_and_are_revoked_for_good(mark: Mark, tmp_path: Path) -> None:
     env, data = {"ELCHE_TOKEN": OWN}, tmp_path / "data"
     with coordinator(mark, tmp_path, env=env, data=data) as one, Tokens(one.address, token=OWN) as tokens:

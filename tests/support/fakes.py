@@ -22,10 +22,10 @@ READY: dict[str, Any] = {field.name: value for field, value in ready_message(AGR
 class FakeAgent:
     """Attends with slots, starts nothing, and keeps what it is told to start."""
 
-    def __init__(self, channel: grpc.Channel, num_slots: int = 2, host: str = "fake") -> None:
+    def __init__(self, channel: grpc.Channel, num_slots: int = 2, host: str = "fake", **labels: str) -> None:
         self.outgoing: queue.SimpleQueue[agent_pb2.AttendRequest | None] = queue.SimpleQueue()
         slots = [agent_pb2.Slot(device="cpu")] * num_slots
-        self.outgoing.put(agent_pb2.AttendRequest(hello=agent_pb2.AgentHello(host=host, slots=slots)))
+        self.outgoing.put(agent_pb2.AttendRequest(hello=agent_pb2.AgentHello(host=host, slots=slots, labels=labels)))
         self.stream = agent_pb2_grpc.AgentServiceStub(channel).Attend(iter(self.outgoing.get, None))
         assert next(self.stream).HasField("welcome")
 
@@ -46,8 +46,8 @@ class FakeAgent:
 
 
 @contextmanager
-def fake_agent(channel: grpc.Channel, num_slots: int = 2, host: str = "fake") -> Iterator[FakeAgent]:
-    agent = FakeAgent(channel, num_slots, host)
+def fake_agent(channel: grpc.Channel, num_slots: int = 2, host: str = "fake", **labels: str) -> Iterator[FakeAgent]:
+    agent = FakeAgent(channel, num_slots, host, **labels)
     try:
         yield agent
     finally:

@@ -5,14 +5,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
+import grpc
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 from elche.network import user_at_host
+from elche.v1 import agent_pb2
 from elche_client import Client
 from elche_client.client import JobHandle
+from support.fakes import fake_agent
 from support.fleets import SLOWLY, UNHURRIED
 from support.real_processes import Cluster, Coordinator, Mark, agent, coordinator, eventually
 
@@ -167,6 +171,51 @@ def looks_right(page: Page, width: int) -> None:
         ".length"
     )
     assert nameless == 0
+
+
+LYING = (
+    "<img src=x onerror='window.lied = 1'><script>window.lied = 1</script>",
+    "\x1b[2J\r\n",
+    "p" * 1000,
+    "__proto__",
+    "turned \u202e",
+)
+"""What a host may say of itself, its devices and its problem."""
+
+
+@pytest.mark.parametrize("width", [390, 1300])
+def test_hosts_and_jobs_with_strange_names_change_nothing_else_on_the_page(
+    width: int, tmp_path: Path, open_page: Callable[..., Page]
+) -> None:
+    """A problem in one long word made the page ten thousand pixels wide, and a character that turns writing around
+    turned the numbers after it.
+    """
+    mark = Mark()
+    with coordinator(mark, tmp_path) as one, grpc.insecure_channel(one.address) as channel, ExitStack() as stack:
+        for text in LYING:
+            liar = stack.enter_context(fake_agent(channel, host=text[:255], **{text[:60]: text[:60]}))
+            fitness = agent_pb2.HostFitness(problem=text)
+            liar.outgoing.put(agent_pb2.AttendRequest(host_fitness=fitness))
+        with Client(one.address, token="") as client:
+            (path := tmp_path / "job.py").write_text("job = 1")
+            jobs = [client.submit(path, num_ranks=99, conditions=(f"zone={text[:190]}",)) for text in LYING]
+            page = open_page(f"{one.page_url}/#hosts", width)
+            for text in ("<img", "ppp", "__proto__", "turned"):
+                expect(page.locator("#hosts")).to_contain_text(f"it can start no ranks: {text}")
+            assert "\u202e" not in page.inner_text("#hosts")
+            looks_right(page, width)
+            for job in jobs:
+                page.goto(f"{one.page_url}/#job={job.id}")
+                expect(page.locator("#name")).to_have_text(job.id)
+                looks_right(page, width)
+            assert page.evaluate("[window.lied, document.querySelectorAll('img, script:not([src])').length]") == [
+                None,
+                0,
+            ]
+            page.close()  # before the coordinator ends
+            for job in jobs:
+                job.cancel()
+    mark.assert_none_left()
 
 
 def test_a_stranger_finds_the_answers(

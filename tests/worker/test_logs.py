@@ -54,6 +54,19 @@ def test_each_line_gets_the_time_at_which_it_was_written(tmp_path: Path, monkeyp
     assert reader.stamped(0, b"again\n") == NO_STAMP + b" again\n"
 
 
+def test_lines_get_the_time_of_a_clock_that_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once they had the last time before that until the clock had caught up, such as for an hour."""
+    path, now_s = tmp_path / "rank-0.log", [0.0]
+    monkeypatch.setattr(log_times.time, "time", lambda: now_s[0])
+    with path.open("ab") as log:
+        stream = open_log(log.fileno(), TimesWriter(str(path)))
+        for now_s[0] in (4600.0, 1000.0, 1001.0):
+            stream.write("line\n")
+    stamped = TimesReader(path, RankFiles()).stamped(0, path.read_bytes())
+    times = [line.at.timestamp() for line in RankLines().add(0, stamped) if line.at]
+    assert times == [4600.0, 1000.0, 1001.0]
+
+
 def test_times_that_cannot_be_read_are_none(tmp_path: Path) -> None:
     times_path(tmp_path / "rank-0.log").write_text("no number\n")
     assert TimesReader(tmp_path / "rank-0.log", RankFiles()).stamped(0, b"text") == NO_STAMP + b" text"

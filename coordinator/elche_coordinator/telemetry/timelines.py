@@ -142,8 +142,9 @@ class Timelines:
         try:
             while True:
                 await self._flush()
-                if time.time() - clock_s >= CLOCK_EVERY_S:
-                    clock_s = time.time()
+                now_s = time.time()
+                if not 0 <= now_s - clock_s < CLOCK_EVERY_S:  # also when the clock was set back
+                    clock_s = now_s
                     for job_id in self._open:
                         self._send_clock(job_id, clock_s)
                 await asyncio.sleep(EVERY_S)

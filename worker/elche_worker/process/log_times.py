@@ -36,13 +36,14 @@ class TimesWriter:
     def __init__(self, log_path: str) -> None:
         # To append: once the file was emptied, a write goes to its new end.
         self._file = os.open(times_path(log_path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._next_s = 0.0
+        self._noted_s = -EVERY_S
 
     def note(self, log: int) -> None:
         """Records the time before a write to the log with this descriptor. Never raises."""
         now_s = time.time()
-        if now_s >= self._next_s:
-            self._next_s = now_s + EVERY_S
+        # Also when the clock was set back: lines would have a time of the future until it has caught up.
+        if not 0 <= now_s - self._noted_s < EVERY_S:
+            self._noted_s = now_s
             with suppress(OSError):
                 os.write(self._file, b"%d %.0f\n" % (os.fstat(log).st_size, now_s))
 

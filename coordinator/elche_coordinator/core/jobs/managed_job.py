@@ -41,6 +41,7 @@ from elche_coordinator.core.messages.events import (
     RoundEntered,
     RoundFailed,
     SessionOpened,
+    UserEventRecorded,
     WorkEvent,
 )
 from elche_coordinator.core.messages.ids import Attempt, GenerationId, Incarnation, JobId, Rank
@@ -51,6 +52,9 @@ from elche_coordinator.core.records.machine import DepartureTrigger, Hold, JobPh
 from elche_coordinator.core.records.ranks import RankRecord, highest_staying, present, staying
 from elche_coordinator.core.results.counts import Counts
 from elche_coordinator.core.rounds.generation import Generation
+
+WRITES_MODEL = "writes its final state"
+"""The reason of a job that has trained all."""
 
 
 class ManagedJob(PlacedJob):
@@ -262,7 +266,7 @@ class ManagedJob(PlacedJob):
         elif self.run.generation is not before:
             self.reason = "trains"
         if self.run.training is not None and self.run.training.is_over and self.phase is JobPhase.TRAINING:
-            self.advance(JobTrigger.LAST_ROUND_COMMITTED, "writes its final state")
+            self.advance(JobTrigger.LAST_ROUND_COMMITTED, WRITES_MODEL)
 
     def _on_result_of_round(
         self,
@@ -455,6 +459,8 @@ class ManagedJob(PlacedJob):
         # After `training.lose`, which has chosen who writes the final state again: that rank stores the best model,
         # too.
         self.run.model.lose(record, self.run.training)
+        if self.phase is JobPhase.FINISHING and record.rank != self.run.training.saver:
+            self.reason = WRITES_MODEL
         self._go_on(failure, generation, now_s)
         self._hold_or_go_on(now_s)
         if record.stopped_round is None:  # it may have been the last one that had not stopped
@@ -599,6 +605,15 @@ class ManagedJob(PlacedJob):
                 return
             self.run.model.on_best_kept(event, self.run.training)
         self._finish()
+
+    def on_user_event(self, event: UserEventRecorded) -> None:
+        """As for every job. While the final model is written, what its rank says is the job's reason: such as that the
+        disk is full.
+        """
+        super().on_user_event(event)
+        training = self.run.training
+        if self.phase is JobPhase.FINISHING and training is not None and event.rank == training.saver:
+            self.reason = f"rank {event.rank}: {event.text}"
 
     def _finish(self) -> None:
         """Decides the outcome of a finishing job once all is written: a failure if the final evaluation is spoilt."""

@@ -205,7 +205,7 @@ class Job(ABC):
             case StacksReported():
                 self.silence.on_stacks(record, event, now_s)
             case UserEventRecorded():
-                self._on_user_event(event)
+                self.on_user_event(event)
             case RankFailed():
                 self._on_failed(event)
             case SessionLost():
@@ -231,7 +231,7 @@ class Job(ABC):
         for rank, why in self.silence.check(duties, now_s).items():
             self.on_hung(self.ranks[rank], duties[rank], why, now_s)
 
-    def _on_user_event(self, event: UserEventRecorded) -> None:
+    def on_user_event(self, event: UserEventRecorded) -> None:
         """Publishes an event of user code. Refused after the result, which is the last report to watchers."""
         if self.result is None:
             report = UserEvent(rank=event.rank, text=event.text, num_dropped=event.num_dropped)

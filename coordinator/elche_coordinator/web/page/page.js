@@ -12,13 +12,16 @@ const wanted = { text: "", state: "", page: 0, host_text: "", host_page: 0 };
 
 // Making elements: text never becomes markup.
 
+const TURNS = /[\u202a-\u202e\u2066-\u2069]/g; // turn the text after them around, such as the next metric's digits
+
 function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (value !== null && value !== false) element.setAttribute(name, value);
   }
-  element.append(...children.filter((child) => child !== null && child !== undefined));
+  const there = children.filter((child) => child !== null && child !== undefined);
+  element.append(...there.map((child) => (typeof child === "string" ? child.replace(TURNS, " ") : child)));
   return element;
 }
 
