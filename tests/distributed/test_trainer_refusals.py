@@ -614,6 +614,30 @@ def test_a_step_of_scaled_gradients_is_refused(does: str) -> None:
     trainer.close()
 
 
+def unscale_first() -> None:
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer.setup(model, optimizer, TrainerConfig(max_anchor=0, device="cpu"))
+    scaler = torch.amp.GradScaler("cpu")
+    inputs, labels = samples(8)[:]
+    for unscales_first in (False, True):
+        scaler.scale(cross_entropy(model(inputs), labels)).backward()
+        if unscales_first:
+            scaler.unscale_(optimizer)
+        trainer.average_gradients()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        trainer.finish_step()
+
+
+def test_gradients_that_are_unscaled_before_they_are_averaged_are_refused(worlds: Worlds) -> None:
+    """Each rank found only its own overflow: without one it stepped with an infinite average, and the model was NaN."""
+    for raised in worlds.run(2, unscale_first, may_raise=True):
+        assert isinstance(raised, Raised)
+        assert raised.message.startswith("scaler.unscale_(optimizer) is called before trainer.average_gradients()")
+
+
 CLIPS = {
     "norm": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
     "infinite norm": lambda model: nn.utils.clip_grad_norm_(model.parameters(), math.inf),
