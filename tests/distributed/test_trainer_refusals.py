@@ -686,15 +686,18 @@ def test_gradients_that_are_clipped_before_they_are_averaged_are_named_once(
     assert "clipped" not in second
 
 
-def set_up_elsewhere() -> None:
+def train_elsewhere(is_set_up: bool) -> None:
     model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0)) if is_set_up else None
+    model(torch.ones(2, 6)).sum().backward()
     with torch.device("meta"):  # as torch.set_default_device does it for the whole script
-        Trainer.setup(model, new_optimizer(model))
+        trainer.step() if trainer is not None else Trainer.setup(model, new_optimizer(model))
 
 
-def test_a_default_device_is_refused_by_name(worlds: Worlds) -> None:
+@pytest.mark.parametrize("is_set_up", [False, True])
+def test_a_default_device_is_refused_by_name(worlds: Worlds, is_set_up: bool) -> None:
     """It was an error in torch's words, of a tensor that the script does not know."""
-    for raised in worlds.run(2, set_up_elsewhere, may_raise=True):
+    for raised in worlds.run(2, train_elsewhere, is_set_up, may_raise=True):
         assert isinstance(raised, Raised)
         assert raised.message.startswith("torch.set_default_device('meta') would put tensors there")
 
