@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, Te
 
 from elche.errors import Misuse
 from elche_worker.collectives import world
+from elche_worker.collectives.gradients import SUMMED_STEPS
 from elche_worker.trainer import Trainer, TrainerConfig
 from elche_worker.trainer.checks import problem_of_synced
 from elche_worker.user.loading import UserCodeRaised
@@ -614,6 +615,30 @@ def test_a_step_of_scaled_gradients_is_refused(does: str) -> None:
     trainer.close()
 
 
+def unscale_first() -> None:
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer.setup(model, optimizer, TrainerConfig(max_anchor=0, device="cpu"))
+    scaler = torch.amp.GradScaler("cpu")
+    inputs, labels = samples(8)[:]
+    for unscales_first in (False, True):
+        scaler.scale(cross_entropy(model(inputs), labels)).backward()
+        if unscales_first:
+            scaler.unscale_(optimizer)
+        trainer.average_gradients()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        trainer.finish_step()
+
+
+def test_gradients_that_are_unscaled_before_they_are_averaged_are_refused(worlds: Worlds) -> None:
+    """Each rank found only its own overflow: without one it stepped with an infinite average, and the model was NaN."""
+    for raised in worlds.run(2, unscale_first, may_raise=True):
+        assert isinstance(raised, Raised)
+        assert raised.message.startswith("scaler.unscale_(optimizer) is called before trainer.average_gradients()")
+
+
 CLIPS = {
     "norm": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
     "infinite norm": lambda model: nn.utils.clip_grad_norm_(model.parameters(), math.inf),
@@ -661,15 +686,18 @@ def test_gradients_that_are_clipped_before_they_are_averaged_are_named_once(
     assert "clipped" not in second
 
 
-def set_up_elsewhere() -> None:
+def train_elsewhere(is_set_up: bool) -> None:
     model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0)) if is_set_up else None
+    model(torch.ones(2, 6)).sum().backward()
     with torch.device("meta"):  # as torch.set_default_device does it for the whole script
-        Trainer.setup(model, new_optimizer(model))
+        trainer.step() if trainer is not None else Trainer.setup(model, new_optimizer(model))
 
 
-def test_a_default_device_is_refused_by_name(worlds: Worlds) -> None:
+@pytest.mark.parametrize("is_set_up", [False, True])
+def test_a_default_device_is_refused_by_name(worlds: Worlds, is_set_up: bool) -> None:
     """It was an error in torch's words, of a tensor that the script does not know."""
-    for raised in worlds.run(2, set_up_elsewhere, may_raise=True):
+    for raised in worlds.run(2, train_elsewhere, is_set_up, may_raise=True):
         assert isinstance(raised, Raised)
         assert raised.message.startswith("torch.set_default_device('meta') would put tensors there")
 
@@ -708,6 +736,24 @@ def test_gradients_that_are_changed_before_they_are_averaged_are_named_once(
     first, second = worlds.run(2, change, averages, how)
     assert first.count("gradients are changed after backward and before they are averaged") == count
     assert "changed" not in second
+
+
+def count_hooks(overlap: bool) -> list[int]:
+    model = new_model()
+    counts = []
+    with Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0, overlap=overlap)) as trainer:
+        for _ in range(SUMMED_STEPS + 2):
+            counts.append(sum(len(one._post_accumulate_grad_hooks or ()) for one in model.parameters()))
+            model(torch.ones(2, 6) + dist.get_rank()).sum().backward()
+            trainer.step()
+    return counts
+
+
+def test_gradients_are_watched_in_the_first_steps_where_nothing_is_sent_during_backward(worlds: Worlds) -> None:
+    """Calls of a hook for each of 500 small parameters made every step 3 % longer, and their sums 4 % more."""
+    num_parameters = len(list(new_model().parameters()))
+    assert worlds.run(2, count_hooks, False)[0] == [num_parameters] * SUMMED_STEPS + [0, 0]
+    assert worlds.run(2, count_hooks, True)[0] == [num_parameters] * (SUMMED_STEPS + 2)
 
 
 def call_wrapped(is_early: bool) -> None:

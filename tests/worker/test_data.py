@@ -501,3 +501,12 @@ def test_a_connection_of_another_thread_is_told_with_what_to_do() -> None:
             told = other.submit(Fetch(Table(), None, "train.py").batch, Indices([3], 0)).result()
     assert "at sample 3 of the data set" in told.message
     assert "open it in __getitem__, on first use" in told.message
+
+
+def test_a_data_set_that_has_become_shorter_is_named_as_the_cause() -> None:
+    """It was an IndexError of a sample alone, which the data set had had."""
+    samples = [0.0, 1.0, 2.0]
+    fetch = Fetch(samples, None, "train.py")
+    assert len(fetch.batch(Indices([0, 2], 0))) == 2
+    del samples[1:]
+    assert "has 1 samples now, and had more when training began" in fetch.batch(Indices([0, 2], 0)).message

@@ -156,6 +156,21 @@ def test_parameters_that_come_later_are_refused() -> None:
         layout.check(model)
 
 
+def test_a_parameter_that_is_replaced_in_its_module_is_refused_when_a_round_begins() -> None:
+    """The optimizer kept the former one, so that the new one was averaged and saved, but never trained, in silence."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    layout = Layout(model)
+    layout.place(CPU)
+    model[1].weight.data = torch.zeros(1, 2)  # of the same parameter
+    model[0].weight = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
+    layout.gather()
+    model[1].weight = nn.Parameter(torch.zeros(1, 2))
+    for use in (lambda: layout.check(model), layout.gather):
+        with pytest.raises(InvalidJob, match=r"the model's 1\.weight was replaced while it is trained"):
+            use()
+
+
 def test_modules_keep_the_modes_that_they_have() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.Dropout(), nn.Dropout()))
     model[0].eval()

@@ -24,8 +24,9 @@ BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
 """Size of the first bucket: small, so that communication starts early."""
 SUMMED_STEPS = 16
-"""The first steps, and every so many later ones, in which gradients are summed to notice changes that have no version
-counter, by `grad.data`. Not in each: the sums take time."""
+"""The first steps in which gradients are summed to notice changes that have no version counter, by `grad.data`."""
+SUMMED_EVERY = 128
+"""Later ones: each so many. The sums take as long as several percent of a step of many small parameters."""
 
 
 class Bucket:
@@ -90,11 +91,13 @@ class Gradients:
         self._may_send = False
         """True if buckets may be sent during this step's backward."""
         self._made: dict[int, tuple[torch.Tensor, int, torch.Tensor | None]] = {}
-        """What backward has made in this step: gradients, by index, their version counters, and their sums if this is a
-        step of `SUMMED_STEPS`. By these later changes are noticed.
+        """What backward has made in this step: gradients, by index, their version counters, and their sums if they are
+        summed; else only those that were sent. By these later changes are noticed.
         """
         self._num_begun = 0
         """Steps begun."""
+        self._is_summed = False
+        """True if gradients are summed in this step."""
         self._failure: RuntimeError | None = None
         """The error by which a bucket could not be sent during backward."""
         self._own: list[bool] = []
@@ -118,6 +121,8 @@ class Gradients:
         self._has_counted = True
         self._made.clear()
         self._num_begun += 1
+        self._is_summed = self._num_begun <= SUMMED_STEPS or self._num_begun % SUMMED_EVERY == 0
+        self._set_hooks()
         for bucket in self._buckets:
             bucket.num_expected = sum(self._most_fired[index] for index in bucket.indices)
 
@@ -227,14 +232,21 @@ class Gradients:
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
         self._most_fired = [1] * len(self._parameters)
         self._is_known = False
-        for index, parameter in enumerate(self._parameters):
-            register: Any = parameter.register_post_accumulate_grad_hook  # untyped
-            self._hooks.append(register(self._hook(index)))
+
+    def _set_hooks(self) -> None:
+        """Hooks are on the parameters where they are needed: a call of each takes time in every step."""
+        if not (self._overlaps or self._is_summed):
+            self.close()
+        elif not self._hooks:
+            for index, parameter in enumerate(self._parameters):
+                register: Any = parameter.register_post_accumulate_grad_hook  # untyped
+                self._hooks.append(register(self._hook(index)))
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def on_gradient(_: torch.Tensor) -> None:
             self._num_fired[index] += 1
-            self._note_made(index)
+            if self._is_summed:
+                self._note_made(index)
             if not self._may_send:
                 return
             bucket = self._bucket_of[index]
@@ -255,14 +267,16 @@ class Gradients:
                 except RuntimeError as error:  # raised by `finish`: here it would end the user's backward
                     self._failure, self._may_send = error, False
                     return
+                if not self._is_summed:
+                    for sent in bucket.indices:
+                        self._note_made(sent)
 
         return on_gradient
 
     def _note_made(self, index: int) -> None:
         gradient = self._parameters[index].grad
         if gradient is not None:
-            is_summed = self._num_begun <= SUMMED_STEPS or self._num_begun % SUMMED_STEPS == 0
-            self._made[index] = gradient, gradient._version, _sum_of(gradient) if is_summed else None
+            self._made[index] = gradient, gradient._version, _sum_of(gradient) if self._is_summed else None
 
     def find_changed(self) -> bool:
         """True if the values of a gradient have changed since backward made it, as far as that is looked at (see
@@ -286,6 +300,8 @@ class Gradients:
     def _changed(self) -> set[int]:
         """The gradients that have another sum than backward has made, where they were summed."""
         changed: set[int] = set()
+        if not self._is_summed:
+            return changed
         summed, flags = [], []
         for index, (_, _, total) in self._made.items():
             gradient = self._parameters[index].grad

@@ -67,7 +67,7 @@ class World:
         """The same of the other processes."""
         self._host_group: Any = None
         if group is not None and self.size > 1:
-            _check_default_device()
+            check_default_device()
             has_gloo = "gloo" in str(dist.get_backend_config(group))
             self._host_group = group if has_gloo else self._new_group("gloo")
         known = _calls_of.get(group) if group is not None else None
@@ -352,9 +352,9 @@ class World:
         return rows
 
 
-def _check_default_device() -> None:
+def check_default_device() -> None:
     """Raises `Misuse` if tensors are made on another device than the CPU by default."""
-    chosen = torch.get_default_device()
+    chosen = torch.empty(0).device  # takes less time than `get_default_device`
     if chosen.type != "cpu":
         raise Misuse(
             f"torch.set_default_device('{chosen}') would put tensors there that belong to the host, and all ranks' on "

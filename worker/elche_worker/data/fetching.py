@@ -117,7 +117,18 @@ class Fetch:
                 samples.append(self._dataset[index])
             return samples
         except Exception as error:
+            self._note_shrunk(error, max(indices, default=-1))
             return self._broken(error, f"at sample {index} of the data set" if index is not None else "")
+
+    def _note_shrunk(self, error: Exception, last: int) -> None:
+        try:
+            now = len(self._dataset)
+        except Exception:  # of the user's code; the first error counts
+            return
+        if last >= now:
+            error.add_note(
+                f"the data set has {now} samples now, and had more when training began: its len() must stay the same"
+            )
 
     def batch(self, indices: list[int]) -> Any:
         """The collated batch, or a `FetchError`, of samples that are fetched by this thread. User code draws the same

@@ -102,6 +102,12 @@ class Layout:
         optimizer_state: str = "local",
     ) -> None:
         self.entries = _entries(model, buffers)
+        self._began = [
+            (entry, entry.find())
+            for entry in self.entries
+            if entry.is_trained and entry.kind != "broadcast" and entry.whole is None
+        ]
+        """Trained parameters as they were when training began. Not those of a sharded model: PyTorch exchanges them."""
         self.model_tensors = [str(entry) for entry in self.entries]
         """Descriptions of parameters and buffers."""
         if optimizer_state != "local":
@@ -152,9 +158,16 @@ class Layout:
                 raise InvalidJob(f"the model has a new parameter, {name}, that rounds do not average: {FIXED}")
             if name in places and places[name] is not one:
                 raise InvalidJob(f"the module of the model's {name} was replaced while it is trained: {FIXED}")
-        self._check_frozen()
+        self._check_kept()
 
-    def _check_frozen(self) -> None:
+    def _check_kept(self) -> None:
+        """Raises `InvalidJob` if a frozen parameter is trained now, or a trained one was replaced: the optimizer would
+        go on with the former one.
+        """
+        for entry, began in self._began:
+            present = entry.find()
+            if present is not None and present is not began:
+                raise InvalidJob(f"the model's {entry.name} was replaced while it is trained: {FIXED}")
         for entry in self._frozen:
             tensor = entry.find()
             if tensor is not None and tensor.requires_grad:
@@ -223,7 +236,7 @@ class Layout:
     @torch.no_grad()
     def gather_buffers(self, *, keep: bool) -> None:
         """The first part of `gather`: the tensors that a forward pass may change."""
-        self._check_frozen()
+        self._check_kept()
         self.is_kept = keep
         for kind in self._views:
             if keep and kind not in self._snapshot:

@@ -1,6 +1,6 @@
 """Losses that a GradScaler scales in a loop: their gradients are to be unscaled before an optimizer uses them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 from weakref import WeakSet
@@ -12,6 +12,8 @@ from elche.errors import Misuse
 
 _scaled: "WeakSet[GradScaler]" = WeakSet()
 """Those that have scaled a loss since the latest step."""
+_unscaled: "WeakSet[Optimizer]" = WeakSet()
+"""Those whose gradients were unscaled since the latest step."""
 
 
 def _noting(scale: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,11 +26,33 @@ def _noting(scale: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
+def _noting_unscaled(unscale: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(unscale)
+    def noted(self: GradScaler, optimizer: Optimizer) -> Any:
+        if self.is_enabled():
+            _unscaled.add(optimizer)
+        return unscale(self, optimizer)
+
+    return noted
+
+
 def watch_scalers() -> None:
-    """Notes from now on which scalers scale losses. PyTorch has no hook for that."""
+    """Notes from now on which scalers scale losses and unscale gradients. PyTorch has no hook for that."""
     forget_scaled()
     if not hasattr(GradScaler.scale, "__wrapped__"):
         GradScaler.scale = _noting(GradScaler.scale)  # type: ignore[method-assign]
+        GradScaler.unscale_ = _noting_unscaled(GradScaler.unscale_)  # type: ignore[method-assign]
+
+
+def check_not_unscaled(optimizers: Iterable[Optimizer]) -> None:
+    """Raises `Misuse` if gradients that are to be averaged were unscaled before: a scaler looks for overflow as it
+    unscales, so that the ranks without one would step with the average, which is not finite, and the others not at all.
+    """
+    if any(one in _unscaled for one in optimizers):
+        raise Misuse(
+            "scaler.unscale_(optimizer) is called before trainer.average_gradients(), so that each rank finds only its "
+            "own overflow, and the others step with gradients that are not finite: call it after that, before clipping"
+        )
 
 
 def check_unscaled(optimizer: Optimizer) -> None:
@@ -44,3 +68,4 @@ def check_unscaled(optimizer: Optimizer) -> None:
 def forget_scaled() -> None:
     """Begins a new step."""
     _scaled.clear()
+    _unscaled.clear()

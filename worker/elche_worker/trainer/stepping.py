@@ -30,7 +30,7 @@ from elche_worker.trainer.plans import Balance, CadencePlan, Planner, Step, part
 from elche_worker.trainer.progress import ProgressTracker
 from elche_worker.trainer.requests import NUM_MARKS, RequestConsensus, mark, marks_differ
 from elche_worker.trainer.same_batches import SameBatches
-from elche_worker.trainer.scalers import check_unscaled, forget_scaled, watch_scalers
+from elche_worker.trainer.scalers import check_not_unscaled, check_unscaled, forget_scaled, watch_scalers
 from elche_worker.trainer.share import StepShare
 from elche_worker.trainer.together import Together
 from elche_worker.trainer.wrapped import check_not_wrapped, watch_wrapped
@@ -273,6 +273,7 @@ class Stepper:
         self.share.set_samples(samples)
         if self._world.size > 1:
             check_not_wrapped(self._model)
+            check_not_unscaled(self._optimizers.by_key[key] for key in keys)
         self.averager.averaged = keys
         self.clock.slow_down()
         self.clock.end_batch()

@@ -12,7 +12,7 @@ from weakref import WeakMethod
 from elche.errors import PeerLost
 from elche.output import notice
 from elche_worker.collectives.calls import CallsDiffer, differ, difference
-from elche_worker.collectives.world import World
+from elche_worker.collectives.world import World, check_default_device
 from elche_worker.trainer.attachment import Attachment
 
 Outcome = TypeVar("Outcome")
@@ -56,6 +56,8 @@ class Together:
         None it cannot be sent. Raises `PeerLost` where the loop cannot go on without the rank that has died, and
         `CallsDiffer` where others make another call.
         """
+        if self._world.size > 1:
+            check_default_device()  # a script may set one after Trainer.setup
         calls = self._world.calls
         calls.begin(f"{call} {self.where()}")
         try:
