@@ -35,7 +35,9 @@ def started(folder: Path) -> tuple[Driver, JobCatalogue]:
     return driver, JobCatalogue(driver, History(store))
 
 
-def resumed(folder: Path, result: JobResult | None, settings: Mapping[str, str], **more: Any) -> JobSpec:
+def resumed(
+    folder: Path, result: JobResult | None, settings: Mapping[str, str], state: str = "training", **more: Any
+) -> JobSpec:
     """The spec of the job as which one with this result goes on."""
 
     async def story() -> JobSpec:
@@ -50,7 +52,7 @@ def resumed(folder: Path, result: JobResult | None, settings: Mapping[str, str],
         driver.sources.hold(JobId("another"), spec.source_hash)
         spec = replace(spec, **more)
         old: Any = SimpleNamespace(result=lambda job_id: result, submission=lambda job_id: spec)
-        view: Any = SimpleNamespace(job_id="old")
+        view: Any = SimpleNamespace(job_id="old", state=state)
         artifacts: Any = SimpleNamespace(checkpoints_place=lambda job_id, path: "")
         try:
             job_id, path = await resume(driver, old, artifacts, view, settings)
@@ -92,6 +94,7 @@ def test_a_complete_job_goes_on_with_more_to_do(tmp_path: Path, settings: Mappin
         (COMPLETE, {"epochs": "2"}, {}, IS_COMPLETE),
         (COMPLETE, {"seed": "8"}, {}, IS_COMPLETE),
         (None, {}, {}, "job old has not ended"),
+        (None, {}, {"state": "paused"}, "job old is paused; `elche pause old --off` lets it go on"),
         (replace(COMPLETE, checkpoints=()), {"epochs": "9"}, {}, "job old has no checkpoint"),
         (COMPLETE, {}, {"is_loop": True}, "has its own training loop, and has succeeded: submit the script again"),
         (COMPLETE, {"epochs": "9"}, {"is_loop": True}, "and has succeeded: submit the script again"),
