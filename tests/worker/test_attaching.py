@@ -100,7 +100,9 @@ def test_a_rank_that_was_stopped_and_given_up_says_that_the_others_train_on_with
         raise PeerLost("another rank of this loop has ended, or cannot be reached; its own error says why")
 
     calls = SimpleNamespace(begin=str, end=bool)
-    world: Any = SimpleNamespace(calls=calls, check_calls=bool, is_given_up=False, can_regroup=True, generation=0)
+    world: Any = SimpleNamespace(
+        calls=calls, check_calls=bool, is_given_up=False, can_regroup=True, generation=0, size=1
+    )
     together = Together(world)
     together.attachment.lost = "unknown rank: others train on without it"
     with pytest.raises(PeerLost, match="this rank is alone: unknown rank: others train on without it"):
