@@ -18,7 +18,7 @@ from elche.mapping import from_message
 from elche.network import user_at_host
 from elche.notebook import show_live
 from elche.requirements import inline_requirements
-from elche.status import calling
+from elche.status import calling, was_never_sent
 from elche.v1 import job_pb2 as pb
 from elche.v1.job_pb2_grpc import JobServiceStub
 from elche_client.bundle import packed
@@ -215,13 +215,18 @@ class Client:
         if folder is not None:
             self._upload(spec, path, folder, on_progress)
         request = pb.SubmitJobRequest(spec=spec, key=key or uuid.uuid4().hex)
+        may_be_there = False
         for wait_s in (*RETRY_AFTER_S, None):
             try:
                 response = self._ask(self._stub.SubmitJob, request)
                 break
             except Unreachable as error:
-                if wait_s is None:
+                cause = error.__cause__
+                may_be_there |= not (isinstance(cause, grpc.RpcError) and was_never_sent(cause))
+                if wait_s is None and may_be_there:
                     raise Unreachable(f"{error}; the job may have been submitted: see `elche jobs`") from error
+                if wait_s is None:
+                    raise
                 time.sleep(wait_s)  # the answer may have been lost: the key keeps the job from being submitted twice
         return JobHandle(self, response.job_id)
 

@@ -124,6 +124,15 @@ def test_a_submission_is_sent_again_so_often_and_one_that_is_refused_never(
         assert may_be_there == isinstance(raised.value, Unreachable)
 
 
+def test_a_submission_that_reached_nobody_is_not_said_to_be_there(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elche_client.client.RETRY_AFTER_S", (0.0,))
+    with Client(closed_address()) as client, pytest.raises(Unreachable, match="nothing listens there") as raised:
+        client.submit(job_file)
+    assert "may have been submitted" not in str(raised.value)
+
+
 def test_what_is_not_asked_is_left_to_the_file(job_file: Path) -> None:
     jobs = ScriptedJobs()
     with connected(jobs) as client:

@@ -648,7 +648,8 @@ CLIPS = {
 }
 
 
-def clip(averages: bool, how: str) -> str:
+def said_while_gradients_change(averages: bool, change: Callable[[nn.Module], object]) -> str:
+    """What is said of three steps, each of which changes its gradients, after they were averaged if it `averages`."""
     model, config = new_model(), TrainerConfig(max_anchor=0, overlap=False)
     with (
         contextlib.redirect_stderr(io.StringIO()) as said,
@@ -658,9 +659,13 @@ def clip(averages: bool, how: str) -> str:
             model(torch.ones(2, 6) + dist.get_rank()).sum().backward()
             if averages:
                 trainer.average_gradients()
-            CLIPS[how](model)
+            change(model)
             trainer.step()
     return said.getvalue()
+
+
+def clip(averages: bool, how: str) -> str:
+    return said_while_gradients_change(averages, CLIPS[how])
 
 
 @pytest.mark.parametrize(
@@ -710,19 +715,7 @@ CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
 
 
 def change(averages: bool, how: str) -> str:
-    model, config = new_model(), TrainerConfig(max_anchor=0, overlap=False)
-    with (
-        contextlib.redirect_stderr(io.StringIO()) as said,
-        Trainer.setup(model, new_optimizer(model), config) as trainer,
-    ):
-        for _ in range(3):
-            model(torch.ones(2, 6) + dist.get_rank()).sum().backward()
-            if averages:
-                trainer.average_gradients()
-            for one in model.parameters():
-                CHANGES[how](one)
-            trainer.step()
-    return said.getvalue()
+    return said_while_gradients_change(averages, lambda model: [CHANGES[how](one) for one in model.parameters()])
 
 
 @pytest.mark.parametrize(

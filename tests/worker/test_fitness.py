@@ -49,6 +49,43 @@ def test_it_is_found_without_a_rank_that_is_to_start(tmp_path: Path, monkeypatch
         watching.join(400)
 
 
+def test_a_folder_that_does_not_answer_holds_up_only_who_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network disk: an agent that is back at its coordinator goes on."""
+    told: list[str] = []
+    looks = Fitness(tmp_path / "work", told.append)
+    fill(tmp_path / "work")
+    problem = looks.look()
+    is_looking, answers, was_answered = threading.Event(), threading.Event(), []
+
+    def hang(_: Path) -> str:
+        is_looking.set()
+        was_answered.append(answers.wait(60))
+        return problem
+
+    monkeypatch.setattr(fitness, "problem_of", hang)
+    looking = threading.Thread(target=looks.look)
+    looking.start()
+    assert is_looking.wait(400)
+    looks.tell_again()
+    answers.set()
+    looking.join(400)
+    assert (told, was_answered) == ([problem, problem], [True])
+
+
+def test_a_coordinator_that_takes_it_now_is_told(tmp_path: Path) -> None:
+    """It was of the version before when the disk became full, and is upgraded."""
+    agent = Agent("127.0.0.1:1", [agent_pb2.Slot(device="cpu")], tmp_path / "work")
+    welcome = agent_pb2.AgentWelcome(agent_id="agent-1", store="store")
+    agent._take_welcome(welcome)
+    fill(tmp_path / "work")
+    problem = agent._fitness.look()
+    assert not agent._outbound._kept
+    welcome.takes_fitness = True
+    agent._take_welcome(welcome)
+    (fitness_message,) = agent._outbound._kept
+    assert fitness_message.host_fitness.problem == problem
+
+
 @pytest.mark.parametrize("takes_fitness", [False, True])
 def test_a_rank_that_cannot_be_started_is_reported_after_why(tmp_path: Path, takes_fitness: bool) -> None:
     """The other way round its job would be placed here again. Coordinators of the version before know only its end."""

@@ -296,8 +296,7 @@ class Agent:
             self._give_up_ranks()
         self._store, self._is_welcome = welcome.store, True
         self._tells_fitness = welcome.takes_fitness
-        if welcome.is_new:
-            self._fitness.tell_again()
+        self._fitness.tell_again()
 
     def _do(self, response: agent_pb2.AttendResponse) -> None:
         match response.WhichOneof("message"):

@@ -23,20 +23,24 @@ class Fitness:
         self._work_dir = work_dir
         self._tell = tell
         self._problem = ""
-        self._lock = threading.Lock()
+        self._looking = threading.Lock()
         """Held while looking and telling, so that what is told last is true."""
+        self._telling = threading.Lock()
+        """Held only to tell: a look takes long where the folder is on a network disk that does not answer."""
 
     def look(self) -> str:
         """Why no ranks can be started; empty if they can."""
-        with self._lock:
-            before, self._problem = self._problem, problem_of(self._work_dir)
-            if self._problem and not before:
-                log.error("%s: until it can, this host gets no more ranks", self._problem)
-            elif before and not self._problem:
-                log.info("ranks can be started here again")
-            if self._problem != before:
-                self._tell(self._problem)
-            return self._problem
+        with self._looking:
+            problem = problem_of(self._work_dir)
+            with self._telling:
+                before, self._problem = self._problem, problem
+                if problem and not before:
+                    log.error("%s: until it can, this host gets no more ranks", problem)
+                elif before and not problem:
+                    log.info("ranks can be started here again")
+                if problem != before:
+                    self._tell(problem)
+            return problem
 
     def watch(self, stopped: threading.Event) -> None:
         """Looks until `stopped`."""
@@ -44,7 +48,9 @@ class Fitness:
             self.look()
 
     def tell_again(self) -> None:
-        """Tells a problem that there is: the coordinator does not know this host."""
-        with self._lock:
+        """Tells a problem that there is, of which a coordinator that was just reached may not know. Does not look, and
+        so does not wait for a disk.
+        """
+        with self._telling:
             if self._problem:
                 self._tell(self._problem)

@@ -16,22 +16,14 @@ _unscaled: "WeakSet[Optimizer]" = WeakSet()
 """Those whose gradients were unscaled since the latest step."""
 
 
-def _noting(scale: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(scale)
-    def noted(self: GradScaler, outputs: Any) -> Any:
+def _noting(method: Callable[..., Any], note: Callable[[GradScaler, Any], None]) -> Callable[..., Any]:
+    """The method of a scaler, which notes each call of one that is enabled."""
+
+    @wraps(method)
+    def noted(self: GradScaler, given: Any) -> Any:
         if self.is_enabled():
-            _scaled.add(self)
-        return scale(self, outputs)
-
-    return noted
-
-
-def _noting_unscaled(unscale: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(unscale)
-    def noted(self: GradScaler, optimizer: Optimizer) -> Any:
-        if self.is_enabled():
-            _unscaled.add(optimizer)
-        return unscale(self, optimizer)
+            note(self, given)
+        return method(self, given)
 
     return noted
 
@@ -40,8 +32,10 @@ def watch_scalers() -> None:
     """Notes from now on which scalers scale losses and unscale gradients. PyTorch has no hook for that."""
     forget_scaled()
     if not hasattr(GradScaler.scale, "__wrapped__"):
-        GradScaler.scale = _noting(GradScaler.scale)  # type: ignore[method-assign]
-        GradScaler.unscale_ = _noting_unscaled(GradScaler.unscale_)  # type: ignore[method-assign]
+        scale = _noting(GradScaler.scale, lambda scaler, _: _scaled.add(scaler))
+        GradScaler.scale = scale  # type: ignore[method-assign]
+        unscale = _noting(GradScaler.unscale_, lambda _, optimizer: _unscaled.add(optimizer))
+        GradScaler.unscale_ = unscale  # type: ignore[method-assign]
 
 
 def check_not_unscaled(optimizers: Iterable[Optimizer]) -> None:
