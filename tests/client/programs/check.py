@@ -13,7 +13,7 @@ if os.environ.get("CHECK") == "refuses":
 if os.environ.get("CHECK") == "crashes":
     os.kill(os.getpid(), 9)
 if os.environ.get("CHECK") == "hangs":
-    print("loading", file=sys.stderr, flush=True)
+    sys.stderr.write("loading\n")  # at once: `print` writes the end of the line apart, and a kill may come between
     sys.stdin.read() or time.sleep(600)
 ranks = int(arguments[arguments.index("--ranks") + 1]) if "--ranks" in arguments else 1
 device = arguments[arguments.index("--device") + 1].replace("auto", "cpu")
