@@ -64,6 +64,9 @@ quick: setup
 	$(BIN)/ruff check .
 	$(BIN)/pytest -n 2 $(ROOM_$(ROOM))
 
+# What takes long and what needs more than Python: beside `make test` in the gate.
+GATE := -m "(system or gate) and not long" tests/system tests/processes
+
 # What the tests marked `system` run against, as COMMAND:PACKAGE of Debian. Needs root to install what is missing.
 SYSTEM := bwrap:bubblewrap promtool:prometheus psql:postgresql ip:iproute2 chromium:chromium node:nodejs npm:npm slurmctld:slurm-wlm \
 	munged:munge sshd:openssh-server wg:wireguard-tools wireguard-go:wireguard-go
@@ -71,8 +74,7 @@ SYSTEM := bwrap:bubblewrap promtool:prometheus psql:postgresql ip:iproute2 chrom
 test-system: setup
 	PATH=$$PATH:/usr/sbin; missing=$$(for pair in $(SYSTEM); do command -v $${pair%:*} >/dev/null || echo $${pair#*:}; done); \
 	test -z "$$missing" || (apt-get update -q && apt-get install -q -y --no-install-recommends fonts-dejavu-core $$missing)
-	$(BIN)/pytest $(SYSTEMS) -n $(SYSTEM_WORKERS) $(BY_FILE) -m "system and not long" tests/system || \
-	$(call AGAIN,$(BIN)/pytest $(SYSTEMS) -m "system and not long" tests/system)
+	$(BIN)/pytest $(SYSTEMS) -n $(SYSTEM_WORKERS) $(BY_FILE) $(GATE) || $(call AGAIN,$(BIN)/pytest $(SYSTEMS) $(GATE))
 
 # Further cases of what the gate runs one case of, and measurements.
 test-long: setup

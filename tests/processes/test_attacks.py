@@ -255,6 +255,7 @@ def leave_if_begun(rank: FakeRank) -> None:
         rank.leave()
 
 
+@pytest.mark.gate
 def test_ten_thousand_ranks_attach_and_leave_while_others_are_answered(mark: Mark, tmp_path: Path) -> None:
     """A loop of 10,000 ranks that was cancelled once kept `/healthz` waiting for 21 s."""
     with (
@@ -303,6 +304,7 @@ def test_connections_that_ask_for_nothing_keep_nobody_out(alone: Coordinator) ->
         assert is_healthy(alone)
 
 
+@pytest.mark.gate
 def test_who_does_not_acknowledge_the_settings_of_http2_is_disconnected(alone: Coordinator) -> None:
     """gRPC does not bound headers until they are acknowledged, and waited for a minute."""
     host, port = alone.address.split(":")
@@ -406,6 +408,7 @@ def test_a_damaged_or_newer_record_does_not_keep_the_others_away(mark: Mark, tmp
         assert "Traceback" not in one.log.read_text()
 
 
+@pytest.mark.gate
 def test_while_records_cannot_be_written_nothing_is_taken(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
     """The client was once told that nobody answers, the job was taken, and a retry made a second one."""
     with coordinator(mark, tmp_path) as one, Client(one.address, token="") as client:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from elche_client import Client
 from elche_client.events import JobState, RoundReport
 from support.real_processes import Command, Mark, agent, command, coordinator, eventually
@@ -66,6 +68,7 @@ def test_a_backup_of_a_coordinator_that_runs_is_restored(
         assert two.new_errors() == []
 
 
+@pytest.mark.gate
 def test_a_database_that_is_put_back_knows_less_than_its_ranks_and_jobs_go_back(
     mark: Mark, tmp_path: Path, waiting: Callable[[Path], Path]
 ) -> None:

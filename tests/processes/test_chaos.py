@@ -48,6 +48,7 @@ def test_faults_are_refused_where_they_are_not_allowed(
         cluster.client.inject(handle.id, Fault.COORDINATOR)
 
 
+@pytest.mark.gate
 def test_each_fault_hits_what_it_names_and_no_sample_is_lost(mark: Mark, held_back: HeldBack, tmp_path: Path) -> None:
     path = held_back(tmp_path / "go on")
     with under_fire(mark, tmp_path) as (one, other, client):

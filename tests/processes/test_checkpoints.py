@@ -81,6 +81,7 @@ def committed(out: Path) -> tuple[list[tuple[int, list[job_pb2.RankPart]]], Path
     return rounds, newest
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("kind", "num_ranks"),
     [("map", 1), pytest.param("drop_last", 1, marks=LONG), pytest.param("streams", 2, marks=LONG)],

@@ -167,6 +167,7 @@ def test_a_coordinator_of_another_version_goes_on_from_checkpoints(
         assert result.rounds > saved.version
 
 
+@pytest.mark.gate
 def test_a_coordinator_that_is_told_to_stop_has_jobs_saved_first(
     mark: Mark, tmp_path: Path, held_back: HeldBack
 ) -> None:

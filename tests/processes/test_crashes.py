@@ -27,6 +27,7 @@ DIE_AT = (2, 3, 5, 8)
 LONG = pytest.mark.long(reason="beside one in the gate that goes the same way")
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("when", ["after", pytest.param("before", marks=LONG), pytest.param("shown", marks=LONG)])
 def test_crash_every_persist(mark: Mark, tmp_path: Path, job_file: JobFile, when: str) -> None:
     """It dies before a write, after it before anybody knows, or after the first thing that waited for it was done; each

@@ -266,6 +266,7 @@ def told_by(script: str, folder: Path, mark: Mark, *, ranks: bool = True) -> str
     return done.stdout
 
 
+@pytest.mark.gate
 def test_of_hugging_face_only_rank_0_writes_and_all_ranks_end_with_its_best_model(mark: Mark, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     pytest.importorskip("transformers")

@@ -131,6 +131,7 @@ def test_ranks_with_gpus_average_over_nccl(gpus: Cluster, job_file: JobFile, pol
     assert way.startswith("nccl")
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
 @pytest.mark.parametrize(("where", "how"), [(IN_A_COLLECTIVE, 9), (IN_A_COLLECTIVE, 19), (IN_THE_MAKING, 9)])
 def test_a_rank_that_dies_or_stops_is_replaced_and_the_other_trains_on(
@@ -165,6 +166,7 @@ def test_a_loop_of_the_users_own_shares_batches_over_nccl(tmp_path: Path) -> Non
     assert "2 devices: Simulated" in done.stderr
 
 
+@pytest.mark.gate
 def test_a_loop_over_nccl_ends_with_one_line_when_a_rank_has_died(gpus: Cluster, tmp_path: Path) -> None:
     """The survivor waits in a collective that nothing but the end of its process ends."""
     text, raised = (JOBS / "own_loop.py").read_text(encoding="utf-8"), 'raise ValueError("on purpose")'

@@ -258,6 +258,7 @@ job = dataclasses.replace(
 """
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     "how", ["group_size=2, shard='full_shard'", pytest.param("group_size=2, shard='no_shard'", marks=LONG)]
 )
@@ -322,6 +323,7 @@ def held(model, batch):
 """After the first rounds few batches are made until `may-end` is there."""
 
 
+@pytest.mark.gate
 def test_a_group_whose_member_is_killed_is_started_again(groups: Cluster, job_file: JobFile, tmp_path: Path) -> None:
     epochs = 5
     path = job_file("sharded.py", HELD, SGD.format(f"epochs={epochs}, train_step=held"))
@@ -393,6 +395,7 @@ def test_what_user_code_raises_on_a_member_reaches_the_user(groups: Cluster, job
 # Checkpoints
 
 
+@pytest.mark.gate
 def test_a_checkpoint_goes_on_in_groups_of_another_number_and_size(
     groups: Cluster, job_file: JobFile, tmp_path: Path
 ) -> None:

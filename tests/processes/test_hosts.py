@@ -25,6 +25,7 @@ def elche(mark: Mark, folder: Path, words: str, **given: str) -> subprocess.Comp
 ONE_STREAM = pytest.mark.long(reason="beside the case in which all are closed")
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     "closed", [pytest.param(">&-", marks=ONE_STREAM), pytest.param("2>&-", marks=ONE_STREAM), "<&- >&- 2>&-"]
 )

@@ -76,6 +76,7 @@ job = dataclasses.replace(job, train_step=train_step)
 """
 
 
+@pytest.mark.gate
 def test_a_step_that_never_returns_is_ended_and_its_stack_is_in_the_log(begin: Callable[..., Story]) -> None:
     epochs = 40
     story = begin(HANGS, "BATCH_S = 0.02", output_dir=None, epochs=epochs)
@@ -112,6 +113,7 @@ def test_a_stopped_host_is_left_out_and_its_ranks_are_newcomers_when_it_continue
         succeeds(story, survivors=(0, 1))
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("who", ["agent", "coordinator"])
 def test_a_stopped_daemon_costs_no_rank(cluster: Cluster, begin: Callable[..., Story], who: str) -> None:
     """Ranks live as long as their own sessions do; and a coordinator that wakes has not read what they have said."""

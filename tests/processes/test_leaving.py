@@ -180,6 +180,7 @@ def test_the_only_host_with_the_model_is_drained_and_another_gets_it_first(
     assert [len(story.pids(rank)) for rank in range(2)] == [1, 1]
 
 
+@pytest.mark.gate
 def test_a_job_waits_for_the_host_whose_disk_has_its_checkpoint(hosts: Hosts, begin: Callable[..., Story]) -> None:
     """On another one it would find none, or an older one."""
     lost = hosts.join("a", "cpu")

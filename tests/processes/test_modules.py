@@ -70,6 +70,7 @@ def test_a_job_of_a_module_with_a_secret_of_its_hosts(
         assert SECRET not in kept + "".join(path.read_text() for path in (tmp_path / "work").rglob("*.log"))
 
 
+@pytest.mark.gate
 def test_a_client_that_is_killed_while_it_watches_leaves_its_job_alone(
     mark: Mark, tmp_path: Path, job_file: JobFile, elche: Callable[..., Command]
 ) -> None:

@@ -53,6 +53,7 @@ def run(folder: Path, *cells: str) -> list[list[dict[str, Any]]]:
     return [cell["outputs"] for cell in notebook.cells]
 
 
+@pytest.mark.gate
 def test_a_job_in_a_cell_trains_and_shows_its_progress(tmp_path: Path) -> None:
     shown, joined = run(tmp_path, JOB, JOIN)
     (display,) = [one for one in shown if one["output_type"] == "display_data"]

@@ -187,6 +187,7 @@ def test_a_loop_is_paused_and_cancelled(mark: Mark, cluster: Cluster, tmp_path: 
         assert 'own_loop.py", line' not in run.text
 
 
+@pytest.mark.gate
 def test_a_checkpoint_on_request_goes_on_exactly(mark: Mark, cluster: Cluster, tmp_path: Path) -> None:
     place = tmp_path / "checkpoints"
     env = {"ELCHE_CHECKPOINT_DIR": str(place), "LOOP_EL_CHE": "1"}
@@ -284,6 +285,7 @@ def test_ranks_of_a_loop_share_the_processors_as_those_of_a_job_do(
             assert expected in (tmp_path / out / f"rank-{rank}.log").read_text()
 
 
+@pytest.mark.gate
 def test_a_loop_goes_on_without_its_coordinator(mark: Mark, tmp_path: Path) -> None:
     env = {"LOOP_EPOCHS": "4", "LOOP_SLEEP_S": "0.01"}
     with (

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from support.interrupted import start, text_of
@@ -68,6 +69,7 @@ def test_a_rank_that_is_killed_and_a_training_that_is_resumed_go_on_with_it(mark
     assert list(again.values()) == list(range(so_far + 1, so_far + len(again) + 1))
 
 
+@pytest.mark.gate
 def test_after_ctrl_c_one_rank_goes_on_bit_for_bit(mark: Mark, elche: Callable[..., Command], tmp_path: Path) -> None:
     """Weights, random numbers, the mean of the weights, and what is kept of epochs."""
     options = ["run", str(JOB), "--ranks", "1", "--device", "cpu", "--policy", "sync"]

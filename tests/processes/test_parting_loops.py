@@ -61,6 +61,7 @@ def test_ranks_that_part_are_told_with_their_steps(
     assert WHAT_TO_DO in text
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("does", "is_given", "told"),
     [

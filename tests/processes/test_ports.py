@@ -113,6 +113,7 @@ def test_folds_are_trained_one_after_the_other(mark: Mark, tmp_path: Path) -> No
     assert accuracies[0] != accuracies[1]
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[] if one in IN_GATE else LONG) for one in NAMES])
 def test_after_ctrl_c_a_port_goes_on_bit_for_bit(name: str, mark: Mark, tmp_path: Path) -> None:
     """All of its state is as it was where model and figures are: moments, rates, averages, counters, random numbers."""

@@ -21,6 +21,7 @@ def num_training(client: Client, job_id: str) -> int:
     return sum(rank.state in ("training", "averaging") for rank in view(client, job_id).ranks)
 
 
+@pytest.mark.gate
 def test_a_job_shrinks_and_goes_back_to_the_queue_for_those_of_higher_priority(
     mark: Mark, tmp_path: Path, held_back: HeldBack, elche: Callable[..., Command]
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_job_trains_on_the_host_whose_label_it_asks_for(
         eventually(lambda: [dict(host.labels) for host in client.hosts()] == [{"zone": "us"}], "the other has left")
 
 
+@pytest.mark.gate
 def test_twelve_jobs_on_four_slots_all_end_in_the_order_of_their_priorities(
     mark: Mark, tmp_path: Path, job_file: JobFile, held_back: HeldBack
 ) -> None:

@@ -29,6 +29,7 @@ def recorded(elche: Elche, job_file: JobFile, tmp_path: Path, *arguments: str, l
     shutil.rmtree(tmp_path / "notes")
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("averaging", "more"),
     [

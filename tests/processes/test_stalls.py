@@ -26,6 +26,7 @@ job = dataclasses.replace(job, train_step=hang_at_batch_40, epochs=1000)
 """
 
 
+@pytest.mark.gate
 def test_a_train_step_that_never_returns_is_shown_with_its_stack(cluster: Cluster, job_file: JobFile) -> None:
     """It was shown as "training" for 12 minutes, at its old speed, without a word. A timeline failed the job."""
     job = cluster.client.submit(job_file("linear.py", HANGS), num_ranks=2, on_rank_loss="fail", timeline=True)

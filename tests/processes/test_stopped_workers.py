@@ -36,6 +36,7 @@ def join(stack: ExitStack, mark: Mark, folder: Path, address: str, hosts: list[s
     return [one.result() for one in begun]
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("hosts", [pytest.param("cpu", marks=LONG), "cpu,cpu", "cpu cpu"])
 def test_workers_stop_without_a_coordinator_and_their_work_is_handed_in(
     mark: Mark, tmp_path: Path, job_file: JobFile, hosts: str

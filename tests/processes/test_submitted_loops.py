@@ -65,6 +65,7 @@ def test_a_rank_that_raises_ends_the_others_with_its_line(cluster: Cluster, job_
     cluster.mark.assert_none_left("elche rank")
 
 
+@pytest.mark.gate
 def test_a_rank_runs_its_script_in_a_new_python(cluster: Cluster, job_file: JobFile, notes: Path) -> None:
     """In the other tests it goes on in its fork (`support/fork_server.py`)."""
     is_forked = "import sys\n(NOTES / 'is-forked').write_text(str('support.fork_server' in sys.modules))"

@@ -37,6 +37,7 @@ def train(job_file: JobFile) -> Path:
     return job_file("linear.py", LINES)
 
 
+@pytest.mark.gate
 def test_a_sweep_that_is_stopped_and_run_again_goes_on(
     mark: Mark, tmp_path: Path, train: Path, elche: Callable[..., Command]
 ) -> None:

@@ -148,6 +148,7 @@ def served_until(address: str, authority: Path) -> float:
     return ssl.cert_time_to_seconds(str(found["notAfter"]))
 
 
+@pytest.mark.gate
 def test_certificates_that_end_are_renewed_while_a_job_trains(mark: Mark, tmp_path: Path, held_back: HeldBack) -> None:
     authority, short = Authority(tmp_path / "certs"), timedelta(seconds=45)
     server = authority.server(["gpu1.lab"], expires=short)
