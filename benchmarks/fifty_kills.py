@@ -22,7 +22,7 @@ from pathlib import Path
 
 import elche_audit
 from elche_client import Client
-from elche_client.chaos import Chaos
+from elche_client.commands.chaos import Chaos
 from elche_client.events import Fault
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "digits.py"

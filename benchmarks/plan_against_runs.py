@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from elche.plan import Plan, PlanRequest
-from elche_client.plan import make_plans
+from elche_client.commands.plan import make_plans
 
 HERE = Path(__file__).resolve().parent
 FIRST_COUNTED = 2

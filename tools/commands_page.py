@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import click
 from fresh import ROOT, write
 
-from elche_client.cli import cli
+from elche_client.cli.main import cli
 from elche_coordinator.main import main as coordinator
 from elche_worker.agent.main import main as worker
 

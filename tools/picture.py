@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from elche_client import Client, JobView
-from elche_client.panel import job_panel
+from elche_client.display.panel import job_panel
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 104

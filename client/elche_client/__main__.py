@@ -6,9 +6,9 @@ import sys
 def main() -> int:
     """Runs the command line; returns its exit code."""
     try:
-        from elche_client import cli
+        from elche_client.cli.main import main as run_command
 
-        return cli.main()
+        return run_command()
     except KeyboardInterrupt:
         return 130
 

@@ -21,18 +21,6 @@ from elche.requirements import inline_requirements
 from elche.status import calling, was_never_sent
 from elche.v1 import job_pb2 as pb
 from elche.v1.job_pb2_grpc import JobServiceStub
-from elche_client.bundle import packed
-from elche_client.codec import (
-    FAULTS,
-    decode_event,
-    decode_link,
-    decode_state,
-    decode_view,
-    encode_settings,
-    encode_spec,
-)
-from elche_client.connection import connect
-from elche_client.draft import Draft
 from elche_client.events import (
     Checkpoint,
     EpochReport,
@@ -47,8 +35,20 @@ from elche_client.events import (
     LogLine,
 )
 from elche_client.options import JobOptions, check_loop, read_source
-from elche_client.rank_output import RankLines
-from elche_client.upload import entry_of, file_of_module, folder_of, upload
+from elche_client.transport.bundle import packed
+from elche_client.transport.codec import (
+    FAULTS,
+    decode_event,
+    decode_link,
+    decode_state,
+    decode_view,
+    encode_settings,
+    encode_spec,
+)
+from elche_client.transport.connection import connect
+from elche_client.transport.draft import Draft
+from elche_client.transport.rank_output import RankLines
+from elche_client.transport.upload import entry_of, file_of_module, folder_of, upload
 
 log = logging.getLogger(__name__)
 

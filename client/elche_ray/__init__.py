@@ -14,10 +14,10 @@ from typing import Any
 from elche.errors import ElcheError
 from elche.token import FILE_VARIABLE, read_token
 from elche_client.client import Client
-from elche_client.contexts import tls_of
 from elche_client.events import JobResult
 from elche_client.launchers import AgentFleet
 from elche_client.launchers.ray import Ray
+from elche_client.transport.contexts import tls_of
 
 __all__ = ["Scaling", "run"]
 

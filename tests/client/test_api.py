@@ -396,7 +396,8 @@ def test_an_address_without_host_or_port(address: str) -> None:
 
 def test_the_client_needs_neither_torch_nor_the_other_programs() -> None:
     code = (
-        "import sys, elche_client.client, elche_client.local_run, elche_client.commands, elche_client.cli;"
+        "import sys, elche_client.client, elche_client.local.job_run, elche_client.commands.remote;"
+        "import elche_client.cli.main;"
         "print({'torch', 'numpy', 'elche_worker', 'elche_coordinator'} & set(sys.modules))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"

@@ -19,7 +19,7 @@ import pytest
 import elche_audit
 from elche.v1 import job_pb2
 from elche_audit import rank_file
-from elche_client.cli import main
+from elche_client.cli.main import main
 
 JOB = "digits-1"
 SIZE, BATCH, EPOCHS = 32, 4, 2

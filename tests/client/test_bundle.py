@@ -8,10 +8,10 @@ import pytest
 
 from elche.errors import InvalidJob
 from elche.folders import keep_out
-from elche_client import bundle
-from elche_client.bundle import packed
-from elche_client.local_run import make_folder
-from elche_client.upload import entry_of, file_of_module, folder_of
+from elche_client.local.job_run import make_folder
+from elche_client.transport import bundle
+from elche_client.transport.bundle import packed
+from elche_client.transport.upload import entry_of, file_of_module, folder_of
 
 
 def put(folder: Path, **files: str) -> None:

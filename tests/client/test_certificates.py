@@ -14,7 +14,7 @@ from cryptography import x509
 
 from elche import tls
 from elche.tls import AUTHORITY, CERTIFICATE, KEY, BadCertificate, Folder, client_context, identity, identity_uri
-from elche_client.certificates import AUTHORITY_KEY, Authority
+from elche_client.commands.certificates import AUTHORITY_KEY, Authority
 
 DAY = timedelta(days=1)
 

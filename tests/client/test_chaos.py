@@ -2,7 +2,7 @@
 
 import pytest
 
-from elche_client.chaos import Course, lines_of
+from elche_client.commands.chaos import Course, lines_of
 from elche_client.events import JobView, MembershipReport, RankView, RoundReport
 
 

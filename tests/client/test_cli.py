@@ -16,8 +16,8 @@ import grpc
 import pytest
 
 from elche.v1 import job_pb2 as pb
-from elche_client.cli import cli, main
-from elche_client.notifications import Interrupted, forward_signals
+from elche_client.cli.main import cli, main
+from elche_client.local.notifications import Interrupted, forward_signals
 from elche_client.options import has_own_loop
 from support.scripted import (
     CANCELLED,
@@ -39,7 +39,7 @@ ELCHE = [sys.executable, "-m", "elche_client"]
 @pytest.fixture(autouse=True)
 def _no_worker_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """`elche submit` leaves the check of the file to the ranks, as where no worker is installed."""
-    monkeypatch.setattr("elche_client.commands.missing_of", list)
+    monkeypatch.setattr("elche_client.commands.remote.missing_of", list)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def job_file(tmp_path: Path) -> Path:
 
 HELP = """
 import sys
-from elche_client.cli import main
+from elche_client.cli.main import main
 
 assert main(["--help"]) == 0
 print(*sys.modules, file=sys.stderr)

@@ -11,9 +11,10 @@ from elche.errors import NotAllowed
 from elche.network import DEFAULT_ADDRESS
 from elche.tls import BadCertificate, Folder
 from elche.token import read_token
-from elche_client import Client, contexts
-from elche_client.cli import main
-from elche_client.contexts import Context, Contexts, InvalidContext
+from elche_client import Client
+from elche_client.cli.main import main
+from elche_client.transport import contexts
+from elche_client.transport.contexts import Context, Contexts, InvalidContext
 
 TOKEN = "a-token-of-32-characters-or-more"
 

@@ -12,7 +12,7 @@ from elche.errors import ElcheError, HostAway, InvalidJob, Unreachable
 from elche.status import CODES
 from elche.v1 import job_pb2 as pb
 from elche_client import Client, client
-from elche_client.draft import Draft
+from elche_client.transport.draft import Draft
 from support.scripted import ScriptedJobs, connected
 
 FIRST, SECOND = os.urandom(10_000), os.urandom(12_000)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from elche_client.certificates import Authority
+from elche_client.commands.certificates import Authority
+from elche_client.display.kubeflow import CA, TOKEN, URL, Reporter
 from elche_client.events import EpochReport, EvaluationReport, JobResult, JobState, JobView
-from elche_client.kubeflow import CA, TOKEN, URL, Reporter
 from support.real_processes import eventually
 
 

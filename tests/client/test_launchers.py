@@ -47,9 +47,9 @@ def test_engines_and_what_they_need(engine: str, target: str, options: tuple[str
 
 
 def test_the_command_knows_every_engine() -> None:
-    from elche_client import cli_up
+    from elche_client.cli import up
 
-    assert cli_up.ENGINES == ENGINES
+    assert up.ENGINES == ENGINES
 
 
 # ssh

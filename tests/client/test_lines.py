@@ -3,8 +3,8 @@
 from pathlib import Path
 from queue import SimpleQueue
 
-from elche_client.progress import printed_text
-from elche_client.rank_output import EXIT_NOTE, MAX_LINE_CHARS, MAX_LINES, LogTail, RankLines, RankOutput
+from elche_client.display.progress import printed_text
+from elche_client.transport.rank_output import EXIT_NOTE, MAX_LINE_CHARS, MAX_LINES, LogTail, RankLines, RankOutput
 
 
 def texts(tail: LogTail) -> dict[str, list[str]]:

@@ -16,13 +16,13 @@ import pytest
 
 from elche import torchrun
 from elche.errors import ElcheError, InvalidJob
-from elche_client import script_run
+from elche_client.display.progress import ProgressDisplay
 from elche_client.events import Checkpoint, JobResult, JobState, JobView
-from elche_client.notifications import Interrupted, ProcessExited
+from elche_client.local import script_run
+from elche_client.local.notifications import Interrupted, ProcessExited
+from elche_client.local.processes import ChildProcesses, ProcessError
+from elche_client.local.script_run import ScriptRun
 from elche_client.options import JobOptions
-from elche_client.processes import ChildProcesses, ProcessError
-from elche_client.progress import ProgressDisplay
-from elche_client.script_run import ScriptRun
 
 
 class Jobs:

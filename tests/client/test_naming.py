@@ -5,9 +5,9 @@ import json
 import pytest
 
 from elche.errors import InvalidJob, UnknownJob
-from elche_client.cli import main
+from elche_client.cli.main import main
+from elche_client.commands.naming import find
 from elche_client.events import JobState, JobView
-from elche_client.naming import find
 from support.scripted import RESULT, VIEW, ScriptedJobs, serving
 
 

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from elche.errors import InvalidJob
 from elche.plan import DevicePlan, MemoryPlan, Plan, PlanRequest
-from elche_client.cli import main
+from elche_client.cli.main import main
+from elche_client.commands.plan import bar, document, make_plans, panel, times_like
 from elche_client.events import JobView, RankView
-from elche_client.plan import bar, document, make_plans, panel, times_like
 
 ARGUMENTS = ["plan", "--ranks", "25ms", "--model", "350MB"]
 

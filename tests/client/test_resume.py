@@ -9,9 +9,9 @@ import pytest
 
 from elche.errors import InvalidJob
 from elche.manifest import SOURCE, checkpoints_in, checksum, newest
-from elche_client import resume
-from elche_client.cli import main
-from elche_client.local_run import COMMAND
+from elche_client.cli.main import main
+from elche_client.commands import resume
+from elche_client.local.job_run import COMMAND
 from elche_client.options import JobOptions
 
 

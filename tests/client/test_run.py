@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from elche.manifest import write_manifest
-from elche_client import local_run
 from elche_client.events import JobResult, JobState
-from elche_client.notifications import Interrupted
+from elche_client.local import job_run
+from elche_client.local.notifications import Interrupted
 from elche_client.options import JobOptions
 
 ELCHE = [sys.executable, "-m", "elche_client"]
@@ -147,7 +147,8 @@ def test_when_the_job_has_succeeded_no_process_waits_for_another(place: Path) ->
 
 
 def test_what_takes_long_is_started_before_what_takes_a_while_is_imported() -> None:
-    told = "import sys, elche_client.local_run; print(sorted({'grpc', 'rich', 'numpy', 'google'} & set(sys.modules)))"
+    slow = "{'grpc', 'rich', 'numpy', 'google'}"
+    told = f"import sys, elche_client.local.job_run; print(sorted({slow} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", told], check=True, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.stdout == "[]\n"
 
@@ -291,8 +292,8 @@ def test_a_checkpoint_that_does_not_come_after_ctrl_c_is_missed_in_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run ended after 10 s of a long evaluation, and did not say that its training is lost."""
-    monkeypatch.setattr(local_run, "CHECKPOINT_TIMEOUT_S", 0.01)
-    one = local_run.LocalRun(path=Path("train.py"), options=JobOptions(), device="cpu", out=None, as_json=False)
+    monkeypatch.setattr(job_run, "CHECKPOINT_TIMEOUT_S", 0.01)
+    one = job_run.LocalRun(path=Path("train.py"), options=JobOptions(), device="cpu", out=None, as_json=False)
     ended = JobResult(state=JobState.CANCELLED)
     job: Any = SimpleNamespace(checkpoint=bool, cancel=lambda: one.notifications.put(ended))
     assert one._save_and_cancel([job], lambda event: None, Interrupted(signal.SIGINT)) is ended
@@ -311,7 +312,9 @@ def test_ctrl_c_during_the_check_starts_nothing(place: Path) -> None:
 
 def test_a_second_ctrl_c_kills_at_once(place: Path) -> None:
     """It does not wait for the agent, which ignores it, and gets more time here than this test has."""
-    patience = f"from elche_client.processes import ChildProcess as one\none.stop.__defaults__ = ({100 * LIMIT_S},)\n"
+    patience = (
+        f"from elche_client.local.processes import ChildProcess as one\none.stop.__defaults__ = ({100 * LIMIT_S},)\n"
+    )
     (place / "packages/sitecustomize.py").write_text(patience)
     with running(place, JOB="waits", AGENT="ignores SIGTERM") as process:
         wait_until((place / "out" / "agent.pid").exists)
@@ -351,9 +354,9 @@ def test_a_folder_that_cannot_be_made(place: Path) -> None:
 def test_without_a_worker_it_says_what_to_install(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from elche_client.cli import main
+    from elche_client.cli.main import main
 
-    monkeypatch.setattr("elche_client.check.find_spec", lambda name: None if name == "torch" else name)
+    monkeypatch.setattr("elche_client.local.check.find_spec", lambda name: None if name == "torch" else name)
     assert main(["run", str(place / "digits.py")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "elche: elche run needs the worker: pip install 'elche[all]' (torch is missing)"

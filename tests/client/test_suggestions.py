@@ -2,8 +2,8 @@
 
 import pytest
 
-from elche_client.cli import main
-from elche_client.suggestions import similar
+from elche_client.cli.main import main
+from elche_client.display.suggestions import similar
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from elche.errors import InvalidJob
-from elche_client.sweep import Range, Sweep, Trial, halved, read_sweep, trials
-from elche_client.sweep_run import Optuna, Runner
+from elche_client.commands.sweep import Range, Sweep, Trial, halved, read_sweep, trials
+from elche_client.commands.sweep_run import Optuna, Runner
 
 Write = Callable[[str], Path]
 

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.text import Text
 
 from elche.v1 import job_pb2 as pb
-from elche_client.cli import main
+from elche_client.cli.main import main
+from elche_client.display.notices import print_notice
+from elche_client.display.progress import LiveProgress
 from elche_client.events import JobState, JobView
-from elche_client.notices import print_notice
-from elche_client.progress import LiveProgress
 from support.scripted import ScriptedJobs, serving
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m"

@@ -8,7 +8,7 @@ import pytest
 
 from elche.errors import InvalidJob
 from elche.timeline import AVERAGE, BATCH, FETCH, IDLE, KINDS, WAIT_DATA, WAIT_LIMIT, WAIT_ROUND
-from elche_client.timeline import GAP, Timeline, read, to_page, to_trace
+from elche_client.display.timeline import GAP, Timeline, read, to_page, to_trace
 
 START_S = 1_700_000_000.0
 

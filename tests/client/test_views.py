@@ -13,6 +13,11 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
 from elche.formatting import duration
+from elche_client.display.formatting import figure, percent, printable_lines, quantity, si
+from elche_client.display.panel import Bar, job_panel
+from elche_client.display.progress import LineProgress
+from elche_client.display.record import MAX_ROUNDS, JobRecord, result_document, to_json
+from elche_client.display.summary import hosts_table, jobs_table, says_why, summary_panel
 from elche_client.events import (
     EpochReport,
     EvaluationReport,
@@ -26,11 +31,6 @@ from elche_client.events import (
     RoundReport,
     SlotView,
 )
-from elche_client.formatting import figure, percent, printable_lines, quantity, si
-from elche_client.panel import Bar, job_panel
-from elche_client.progress import LineProgress
-from elche_client.record import MAX_ROUNDS, JobRecord, result_document, to_json
-from elche_client.summary import hosts_table, jobs_table, says_why, summary_panel
 
 RANKS = (
     RankView(

@@ -10,7 +10,7 @@ import pytest
 
 from elche.errors import NotAllowed
 from elche.token import Role
-from elche_client.certificates import Authority
+from elche_client.commands.certificates import Authority
 from elche_coordinator.access.credentials import Credentials
 from elche_coordinator.access.encryption import Encryption, caller_of
 from elche_coordinator.access.tokens import IssuedTokens

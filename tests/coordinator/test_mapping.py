@@ -9,8 +9,8 @@ import elche_client.events as client
 from elche.mapping import from_message, to_message
 from elche.settings import AgreedSettings
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
-from elche_client.codec import decode_event
 from elche_client.options import JobOptions
+from elche_client.transport.codec import decode_event
 from elche_coordinator import codec
 from elche_coordinator.core import describe
 from elche_coordinator.core.messages import commands, events, ids, reports, spec

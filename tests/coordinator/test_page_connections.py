@@ -17,7 +17,7 @@ import pytest
 
 from elche.errors import TooMuch
 from elche.token import Role
-from elche_client.certificates import Authority
+from elche_client.commands.certificates import Authority
 from elche_coordinator.access.audit import Audit
 from elche_coordinator.access.credentials import Credentials
 from elche_coordinator.limits import listener

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elche.token import Role
-from elche_client.certificates import Authority
+from elche_client.commands.certificates import Authority
 from elche_coordinator.access import credentials
 from elche_coordinator.access.encryption import Encryption
 from elche_coordinator.access.tokens import IssuedTokens

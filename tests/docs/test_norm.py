@@ -13,7 +13,7 @@ import pytest
 
 from elche import settings
 from elche.policies import POLICIES
-from elche_client.cli import cli
+from elche_client.cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -11,8 +11,8 @@ from pathlib import Path
 import click
 import pytest
 
-from elche_client.cli import cli
-from elche_client.sweep import read_sweep
+from elche_client.cli.main import cli
+from elche_client.commands.sweep import read_sweep
 from elche_coordinator.main import main as coordinator
 from elche_worker.agent.main import main as worker
 from support.documented import PAGES, ROOT, blocks, commands, named

@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 import elche_audit
 from elche import manifest, token
 from elche.errors import InvalidJob, NotAllowed
-from elche_client import contexts, journal, resume, timeline
-from elche_client.codec import encode_spec
+from elche_client.commands import journal, resume
+from elche_client.commands.sweep import read_sweep
+from elche_client.display import timeline
 from elche_client.options import JobOptions
-from elche_client.sweep import read_sweep
+from elche_client.transport import contexts
+from elche_client.transport.codec import encode_spec
 from elche_coordinator.journal.replaying import CannotReplay
 from elche_coordinator.journal.replaying import read as read_journal
 from elche_coordinator.services.submission import check_settings

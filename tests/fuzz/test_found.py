@@ -22,11 +22,13 @@ from elche import manifest
 from elche.errors import ElcheError, InvalidJob
 from elche.tls import BadCertificate
 from elche.v1 import agent_pb2, averaging_pb2, job_pb2, rank_pb2
-from elche_client import contexts, journal, resume, timeline
-from elche_client.certificates import Authority, read_certificate
-from elche_client.codec import decode_view
+from elche_client.commands import journal, resume
+from elche_client.commands.certificates import Authority, read_certificate
+from elche_client.commands.sweep import read_sweep
+from elche_client.display import timeline
 from elche_client.options import JobOptions
-from elche_client.sweep import read_sweep
+from elche_client.transport import contexts
+from elche_client.transport.codec import decode_view
 from elche_coordinator.journal.replaying import CannotReplay
 from elche_coordinator.journal.replaying import read as read_journal
 from elche_coordinator.services.interceptor import RECEIVED, num_received_of

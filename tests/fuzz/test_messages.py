@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from elche.errors import UnknownMessage
 from elche.v1 import rank_pb2
-from elche_client.codec import decode_event, decode_view
-from elche_client.record import JobRecord, to_json
+from elche_client.display.record import JobRecord, to_json
+from elche_client.transport.codec import decode_event, decode_view
 from elche_coordinator import codec
 from elche_coordinator.collectives.averaging import RelayAborted, RelayRound, take_part
 from elche_coordinator.core.coordinator import Coordinator

@@ -25,7 +25,7 @@ from elche.errors import ElcheError
 from elche.tls import AUTHORITY, CERTIFICATE, KEY, BadCertificate, Folder
 from elche.token import Role
 from elche.v1 import agent_pb2, job_pb2
-from elche_client.certificates import Authority, read_certificate
+from elche_client.commands.certificates import Authority, read_certificate
 from elche_coordinator.access.encryption import caller_of
 from elche_coordinator.access.tokens import IssuedTokens
 from elche_coordinator.archive.history import History

@@ -13,9 +13,9 @@ import pytest
 from elche.errors import Forbidden, InvalidJob
 from elche.token import Role
 from elche_client import Client
-from elche_client.certificates import Authority
-from elche_client.doctor import Finding, State, _averaging, of_coordinator
-from elche_client.tokens import Tokens
+from elche_client.commands.certificates import Authority
+from elche_client.commands.doctor import Finding, State, _averaging, of_coordinator
+from elche_client.commands.tokens import Tokens
 from support.real_processes import Cluster, Command, Mark, coordinator
 
 HERE = {"PYTHONPATH": str(Path(__file__).parents[1])}

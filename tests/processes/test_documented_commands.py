@@ -15,8 +15,8 @@ import pytest
 
 from elche.token import Role
 from elche_client import Client
+from elche_client.commands.tokens import Tokens
 from elche_client.events import JobState
-from elche_client.tokens import Tokens
 from support.documented import blocks, commands
 from support.real_processes import (
     ATTENDED,

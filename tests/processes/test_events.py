@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-from elche_client import timeline
+from elche_client.display import timeline
 from elche_client.events import JobState, JobView, RoundReport, UserEvent
 from support.real_processes import Cluster
 

@@ -12,8 +12,8 @@ import pytest
 from elche.errors import InvalidJob, JobFailed
 from elche.v1 import bundle_pb2, bundle_pb2_grpc, job_pb2, job_pb2_grpc
 from elche_client import Client, JobState
-from elche_client.bundle import packed
-from elche_client.upload import upload
+from elche_client.transport.bundle import packed
+from elche_client.transport.upload import upload
 from support.cutter import cutting
 from support.real_processes import Cluster, Command, Mark, agent, coordinator
 

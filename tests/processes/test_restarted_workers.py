@@ -8,7 +8,7 @@ from urllib.request import urlopen
 import pytest
 
 from elche_client import Client
-from elche_client.draft import Draft
+from elche_client.transport.draft import Draft
 from support.real_processes import Coordinator, Mark, agent, coordinator, eventually
 
 JobFile = Callable[..., Path]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elche_client.processes import MAX_RESTARTS
+from elche_client.local.processes import MAX_RESTARTS
 from support.real_processes import Command, Mark, command, eventually
 
 pytestmark = pytest.mark.slow(reason="every test runs a whole command")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from elche.errors import InvalidJob
-from elche_client import timeline
 from elche_client.client import JobHandle
+from elche_client.display import timeline
 from support.real_processes import Cluster, Command
 
 JobFile = Callable[..., Path]

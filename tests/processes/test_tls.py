@@ -16,8 +16,8 @@ import pytest
 from elche.errors import Forbidden, NotAllowed, Unreachable
 from elche.token import Role
 from elche_client import Client, JobState
-from elche_client.certificates import Authority
-from elche_client.tokens import Tokens
+from elche_client.commands.certificates import Authority
+from elche_client.commands.tokens import Tokens
 from support.cutter import cutting
 from support.real_processes import Command, Mark, agent, coordinator, eventually
 

@@ -19,8 +19,8 @@ import pytest
 from elche.errors import Forbidden, InvalidJob, NotAllowed
 from elche.token import Role
 from elche_client import Client
+from elche_client.commands.tokens import Tokens
 from elche_client.events import JobState
-from elche_client.tokens import Tokens
 from support.real_processes import Command, Coordinator, Mark, agent, coordinator, eventually
 
 OWN = "correct horse battery"

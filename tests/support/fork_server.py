@@ -56,8 +56,13 @@ HIGH_DESCRIPTOR = 600
 PLAIN, TORCH = "plain", "torch"
 IMPORTS = {
     PLAIN: (
-        *("elche_coordinator.daemon", "elche_coordinator.main", "elche_client.cli", "elche_client.local_run"),
-        *("elche_client.doctor", "elche_client.top", "elche_client.journal", "elche_client.sweep_run"),
+        *("elche_coordinator.daemon", "elche_coordinator.main", "elche_client.cli.main", "elche_client.local.job_run"),
+        *(
+            "elche_client.commands.doctor",
+            "elche_client.commands.top",
+            "elche_client.commands.journal",
+            "elche_client.commands.sweep_run",
+        ),
         *("elche_worker.agent.main", "elche_worker.agent.agent", "grpc._channel"),
     ),
     TORCH: (

@@ -12,7 +12,7 @@ import pytest
 
 from elche.errors import InvalidJob, JobFailed
 from elche_client import Client, JobHandle
-from elche_client.doctor import of_links
+from elche_client.commands.doctor import of_links
 from elche_client.events import Event, JobState, JobView, MembershipReport
 from support.fleets import EPOCHS, is_exact_so_far
 from support.networks import ip, lan, may_make_networks, network

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elche_client import Client, JobHandle
-from elche_client.certificates import Authority
+from elche_client.commands.certificates import Authority
 from support.docker_engine import build_images, docker_engine
 from support.fleets import EPOCHS as MANY
 from support.fleets import LINEAR, NUM_SAMPLES, SLOWLY, TOKEN, is_exact_so_far

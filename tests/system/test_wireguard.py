@@ -13,7 +13,7 @@ import pytest
 from system.test_networks import JOBS, agent_in
 
 from elche_client import Client
-from elche_client.certificates import Authority
+from elche_client.commands.certificates import Authority
 from elche_client.events import JobState
 from support.networks import ip, lan, may_make_networks
 from support.real_processes import Mark, coordinator, eventually

@@ -15,7 +15,7 @@ from elche import settings
 from elche.errors import InvalidJob
 from elche.policies import POLICIES
 from elche.settings import COMPRESSIONS, KINDS, SETTINGS, Kind
-from elche_client.cli import cli, main
+from elche_client.cli.main import cli, main
 from elche_client.options import JobOptions
 from elche_coordinator.simulator.planned import SENT_FRACTIONS
 from elche_worker import TrainingJob

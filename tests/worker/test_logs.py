@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from elche_client.rank_output import RankLines
+from elche_client.transport.rank_output import RankLines
 from elche_worker.process import log_times
 from elche_worker.process.log_times import NO_STAMP, TimesReader, TimesWriter, times_path
 from elche_worker.process.rank_files import RankFiles

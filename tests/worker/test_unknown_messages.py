@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from elche.errors import UnknownMessage
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
-from elche_client.codec import decode_event
+from elche_client.transport.codec import decode_event
 from elche_coordinator.codec import RANK_EVENTS, rank_event
 from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
 from elche_worker.agent.agent import Agent

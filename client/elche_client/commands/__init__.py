@@ -1,0 +1,1 @@
+"""What the commands do: with a coordinator's jobs (`remote`), earlier trainings, sweeps, plans, tokens."""

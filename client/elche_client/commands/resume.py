@@ -1,0 +1,279 @@
+"""`elche resume`, `replay` and `checkpoints`: earlier trainings."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from codecs import BOM_UTF8
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from google.protobuf.message import DecodeError
+
+from elche.errors import InvalidJob
+from elche.manifest import SOURCE, checkpoints_in, newest, read_manifest
+from elche.v1.job_pb2 import JobSpec
+from elche_client.client import Client
+from elche_client.commands.naming import find, folder_or_job, of_job
+from elche_client.commands.remote import watch
+from elche_client.display.notices import print_notice
+from elche_client.display.record import to_json
+from elche_client.display.summary import checkpoints_table, wide_console
+from elche_client.events import Checkpoint
+from elche_client.local.job_run import CADENCE, COMMAND, LocalRun, require_installed
+from elche_client.local.script_run import ScriptRun
+from elche_client.options import JobOptions
+
+DEPTH = 4
+"""Number of folders above a checkpoint that are searched for its run's folder."""
+RECORD = "record.json"
+COMMAND_TYPES = {"file": str, "name": str, "resume": str, "settings": dict, "arguments": list, "environment": dict}
+
+
+def resume_job(job_id: str, options: JobOptions, address: str, *, as_json: bool) -> int:
+    """Resumes a job at a coordinator and watches it. Raises `InvalidJob` for what is neither a job nor a folder."""
+    if options.num_ranks or options.slow_factors or options.verify_rounds:
+        raise InvalidJob(f"job {job_id} is resumed with its own number of ranks; only settings can be replaced")
+    if options.arguments or options.environment:
+        raise InvalidJob(
+            f"job {job_id} is resumed with its own arguments and environment; submit it again to change them"
+        )
+    with folder_or_job(job_id, address), Client(address) as client:
+        _, handle = of_job(client, job_id, lambda known: client.resume(known, **options.settings))
+    print_notice(f"resumed as job {handle.id}")
+    return watch(handle.id, address, as_json=as_json)
+
+
+def resume_here(
+    place: str,
+    file: Path | None,
+    options: JobOptions,
+    *,
+    device: str,
+    out: Path | None,
+    as_json: bool,
+    shows_logs: bool = True,
+) -> int:
+    """Resumes a training on this machine from a checkpoint, or from the newest one below a folder."""
+    if "://" in place:
+        if file is None:
+            raise InvalidJob(f"the job's file is needed too: elche resume {place} FILE")
+        return LocalRun(
+            path=file,
+            options=replace(options, resume=place),
+            device=device,
+            out=out,
+            as_json=as_json,
+            shows_logs=shows_logs,
+        ).run()
+    folder = newest(Path(place))
+    manifest = read_manifest(folder)
+    command = _read_above(folder, COMMAND)
+    if not _is_command(command):
+        raise InvalidJob(
+            f"the {COMMAND} of the run that has written {folder} is damaged: move the checkpoint elsewhere"
+        )
+    is_loop = "loop" in manifest["training"]
+    if file is None:
+        more = f"set more epochs in the script: elche resume {folder} {manifest['file_name']}" if is_loop else ""
+        _refuse_complete(Path(place), options, more)
+    kind = ScriptRun if is_loop else LocalRun
+    options = replace(
+        options,
+        resume=str(folder.resolve()),
+        num_ranks=options.num_ranks or int(manifest["num_ranks"]),
+        settings={**manifest["settings"], **options.settings},
+        name=options.name or ("" if file else command.get("name") or Path(manifest["file_name"]).stem),
+        arguments=options.arguments or tuple(command.get("arguments", ())),
+        environment={**command.get("environment", {}), **options.environment},
+    )
+    path = file or _source(folder, Path(manifest["file_name"]))
+    print_notice(f"resuming from {folder}")
+    return kind(path=path, options=options, device=device, out=out, as_json=as_json, shows_logs=shows_logs).run()
+
+
+def _read_above(checkpoint: Path, name: str) -> dict[str, Any]:
+    """A JSON file of the run that has written the checkpoint; empty if the checkpoint was moved."""
+    for folder in [checkpoint.resolve(), *checkpoint.resolve().parents][: DEPTH + 1]:
+        with suppress(OSError, ValueError, RecursionError):
+            content = json.loads((folder / name).read_text(encoding="utf-8"))
+            return content if isinstance(content, dict) else {}
+    return {}
+
+
+def _is_command(command: dict[str, Any]) -> bool:
+    """True if what is there of a run's command has the right types, and its texts are such as a file system has."""
+    if not all(isinstance(command.get(name, type_()), type_) for name, type_ in COMMAND_TYPES.items()):
+        return False
+    environment = command.get("environment", {})
+    texts = [command.get("file", ""), *command.get("arguments", ()), *environment, *environment.values()]
+    return all(isinstance(one, str) and one.isprintable() for one in texts[:1]) and all(
+        isinstance(one, str) for one in texts
+    )
+
+
+def _refuse_complete(run: Path, options: JobOptions, more: str) -> None:
+    """Raises `InvalidJob` for the folder of a complete run, unless the settings ask for more epochs or steps.
+
+    `more` says how to train a loop of the user's own further, which takes no settings.
+    """
+    try:
+        record = json.loads((run / RECORD).read_text(encoding="utf-8"))
+        is_complete = record["state"] == "succeeded" and not record.get("ended_early")
+        num_epochs = int(record["epochs"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return
+    wanted = options.settings.get("epochs", 0)
+    if is_complete and isinstance(wanted, int) and wanted <= num_epochs and "max_steps" not in options.settings:
+        raise InvalidJob(
+            f"the training in {run} is complete, with {num_epochs} epochs: there is nothing to resume unless "
+            + (f"you {more}" if more else f"--epochs is more than {num_epochs}")
+        )
+
+
+def _text_of(path: Path) -> bytes:
+    """A file's content without a byte order mark, and with line ends as Python reads them: a copy may lack both."""
+    return path.read_bytes().removeprefix(BOM_UTF8).replace(b"\r\n", b"\n")
+
+
+def _source(folder: Path, original: Path) -> Path:
+    """The user's file at its original path, so that its imports are found; the checkpoint's copy if it has changed."""
+    copy = folder / SOURCE
+    try:
+        if _text_of(original) == _text_of(copy):
+            return original
+        what = "has changed since the checkpoint"
+    except OSError as error:
+        what = f"cannot be read ({error.strerror})"
+    if not copy.is_file() or not copy.stat().st_size:
+        raise InvalidJob(f"{original} {what}, and the checkpoint has no copy of it: elche resume {folder} FILE")
+    print_notice(f"{original} {what}; its copy in the checkpoint is used. Name FILE to use another")
+    return copy
+
+
+def replay_run(
+    folder: Path, options: JobOptions, *, device: str, out: Path | None, as_json: bool, shows_logs: bool = True
+) -> int:
+    """Repeats the rounds of a run on this machine. Raises `InvalidJob` for a folder that cannot be replayed."""
+    try:
+        command: dict[str, Any] = json.loads((folder / COMMAND).read_text(encoding="utf-8"))
+        recording = (folder / CADENCE).read_bytes()
+        slow_factors = {int(rank): float(factor) for rank, factor in command["slow_factors"].items()}
+        settings, num_ranks = command["settings"], int(command["num_ranks"])
+        resume, path = command["resume"], Path(command["file"])
+        JobSpec.FromString(recording)
+        if not _is_command(command):
+            raise ValueError
+    except OSError as error:
+        raise InvalidJob(f"{folder} holds no run that can be replayed: {error.filename} is missing") from None
+    except DecodeError:
+        raise InvalidJob(f"{folder / CADENCE} was not written by elche run, or is damaged") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        raise InvalidJob(f"{folder / COMMAND} was not written by elche run, or is damaged") from None
+    options = replace(
+        options,
+        replay=recording,
+        num_ranks=options.num_ranks or num_ranks,
+        slow_factors=options.slow_factors or slow_factors,
+        settings={**settings, **options.settings},
+        resume=resume,
+        name=options.name or command.get("name", ""),
+        arguments=options.arguments or tuple(command.get("arguments", ())),
+        environment={**command.get("environment", {}), **options.environment},
+    )
+    path = _source(folder, path)
+    return LocalRun(path=path, options=options, device=device, out=out, as_json=as_json, shows_logs=shows_logs).run()
+
+
+def replay_here(
+    folder: Path,
+    options: JobOptions,
+    *,
+    until_round: int | None,
+    attempt: int | None,
+    device: str,
+    out: Path | None,
+    as_json: bool,
+) -> int:
+    """Repeats a run in one process, as it was, and returns its exit code. Raises `InvalidJob` for options that would
+    change it.
+    """
+    changes = (options.settings, options.num_ranks, options.slow_factors, options.arguments, options.environment)
+    if any(changes) or options.verify_rounds:
+        raise InvalidJob("in one process a run is repeated as it was: leave out settings, --ranks, --slow and --verify")
+    require_installed()
+    made = out or Path("runs") / f"{folder.resolve().name}-replay-{time.strftime('%Y%m%d-%H%M%S')}"
+    if (made / COMMAND).exists():
+        raise InvalidJob(f"{made} holds an earlier run; remove it or name another folder with --out")
+    arguments = [str(folder), "--out", str(made), "--device", device]
+    arguments += [] if until_round is None else ["--until-round", str(until_round)]
+    arguments += [] if attempt is None else ["--attempt", str(attempt)]
+    arguments += ["--json"] if as_json else []
+    return subprocess.call([sys.executable, "-P", "-m", "elche_worker.replaying", *arguments])
+
+
+def list_checkpoints(job: str, address: str, *, as_json: bool) -> int:
+    """Prints the checkpoints below a folder, or of a job at a coordinator."""
+    found = _here(Path(job)) if os.path.exists(job) else _of_job(job, address)
+    if as_json:
+        click.echo(to_json([asdict(one) for one in found]))
+        return 0
+    wide_console().print(checkpoints_table(found) if found else "no checkpoints")
+    return 0
+
+
+def _here(folder: Path) -> list[Checkpoint]:
+    manifests = {path: read_manifest(path) for path in checkpoints_in(folder)}
+    newest_evaluations = list(manifests.values())[-1]["training"].get("evaluations", {})
+    found = []
+    for path, manifest in manifests.items():
+        try:
+            found.append(_described(path, manifest, newest_evaluations))
+        except (KeyError, TypeError, AttributeError):
+            raise InvalidJob(f"{path} is damaged: its manifest lacks the training's state; remove it") from None
+    try:
+        return _with_recorded(found, _read_above(folder, RECORD).get("checkpoints", []))
+    except (KeyError, TypeError, AttributeError):  # the record only adds metrics
+        return found
+
+
+def _with_recorded(found: list[Checkpoint], recorded: list[dict[str, Any]]) -> list[Checkpoint]:
+    """Adds metrics from the run's record, since no manifest has the evaluation of the last checkpoint."""
+    by_name = {Path(one["path"]).name: one for one in recorded}
+    return [
+        replace(one, metrics=row["metrics"], is_best=row["is_best"])
+        if (row := by_name.get(Path(one.path).name)) and row["metrics"]
+        else one
+        for one in found
+    ]
+
+
+def _described(path: Path, manifest: dict[str, Any], evaluations: dict[str, Any]) -> Checkpoint:
+    """A checkpoint by its manifest. Metrics come from `evaluations`, since it is evaluated after it is written."""
+    training = manifest["training"]
+    size_bytes = sum(file["bytes"] for file in manifest["files"].values())
+    if (loop := training.get("loop")) is not None:
+        num_steps = loop["num_steps"]
+        return Checkpoint(
+            version=num_steps, path=str(path), epoch=loop["epoch"], global_step=num_steps, size_bytes=size_bytes
+        )
+    return Checkpoint(
+        version=training["version"],
+        path=str(path),
+        epoch=training["ledger"]["epoch"],
+        global_step=training["global_step"],
+        size_bytes=size_bytes,
+        metrics=evaluations["by_version"].get(str(training["version"]), {}),
+        is_best=evaluations["best_version"] == training["version"],
+    )
+
+
+def _of_job(job_id: str, address: str) -> list[Checkpoint]:
+    with folder_or_job(job_id, address), Client(address) as client:
+        views = {view.job_id: view for view in client.jobs()}
+        known = job_id if job_id in views else find(job_id, list(views.values()))
+    return list(views[known].checkpoints)

@@ -1,0 +1,1 @@
+"""What people and scripts see of a job: the live panel, lines, summaries, tables, timelines, records as JSON."""
