@@ -3,10 +3,11 @@
 import pytest
 
 from elche_coordinator.core.messages.commands import SendOutcome, SendShutdown, WriteCheckpoint
-from elche_coordinator.core.messages.events import GenerationAbandoned, RankStopped
-from elche_coordinator.core.messages.ids import Rank, RoundId
+from elche_coordinator.core.messages.events import AgentJoined, GenerationAbandoned, RankStopped
+from elche_coordinator.core.messages.ids import AgentId, Rank, RoundId
 from elche_coordinator.core.messages.reports import MembershipReport, Outcome
-from elche_coordinator.core.records.machine import JobPhase
+from elche_coordinator.core.messages.spec import Slot
+from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from support.stories import UNEQUAL, in_mid_training
 from support.watched import WatchedSimulation, ranks
 
@@ -113,3 +114,22 @@ def test_a_draft_becomes_a_checkpoint_when_who_had_not_stopped_has_died(simulate
     simulation.run_until(lambda: bool(simulation.job.roster.num_lost))
     ((writer, _, _),) = orders(simulation)
     assert writer == 0
+
+
+@pytest.mark.parametrize("is_newcomer", [False, True])
+def test_only_a_rank_with_the_model_trains_on_without_those_that_have_stopped(simulate, is_newcomer):
+    """These were given up for a newcomer, before a draft of theirs was a checkpoint."""
+    simulation = simulate(ranks(*UNEQUAL, 40.0), dataset_size=8000)
+    simulation.handle(AgentJoined(agent_id=AgentId("b"), host="b", slots=(Slot(device="cpu"),)))
+    simulation.start()
+    in_mid_training(simulation)
+    other = next(one for one in simulation.job.ranks.values() if one.host == "b")
+    if is_newcomer:
+        simulation.kill(other.rank)
+        simulation.run_until(lambda: simulation.job.ranks[other.rank].phase is RankPhase.STARTING)
+    first, second = (rank for rank in simulation.job.ranks if rank != other.rank)
+    stop(simulation, first, simulation.training.last_round)
+    assert simulation.core.beside_stopped(AgentId("host")) == [], "one on its host trains on"
+    stop(simulation, second, 0)
+    trains_on = [] if is_newcomer else [other.address(simulation.job.id)]
+    assert simulation.core.beside_stopped(AgentId("host")) == [trains_on, trains_on]

@@ -307,15 +307,17 @@ class Coordinator:
 
     def beside_stopped(self, agent_id: AgentId) -> list[list[Address]]:
         """For each rank on a host whose ranks have all stopped without a coordinator: the ranks of its job that have
-        not stopped. Empty if a rank on the host has not stopped, or there is none.
+        not stopped, and have the model. Empty if a rank on the host has not stopped, or there is none.
         """
         found = []
         for job_id, rank in self._ranks_on(agent_id):
             ranks = self.jobs[job_id].ranks
             if ranks[rank].stopped_round is None:
                 return []
+            # Without newcomers: a draft of the stopped ranks may be all that is left of the model.
+            training = self.trainings[job_id].run.training
             others = [one for one in present(ranks).values() if one.stopped_round is None]
-            found.append([one.address(job_id) for one in others])
+            found.append([one.address(job_id) for one in others if training is not None and training.has_model(one)])
         return found
 
     @property
