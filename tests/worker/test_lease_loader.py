@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import get_worker_info
 
 from elche.errors import InvalidJob
 from elche.permutation import permutation_slice
@@ -243,6 +244,22 @@ def test_worker_processes_are_forked_whatever_the_start_method_is() -> None:
     context = loader._loader.multiprocessing_context
     loader.stop()
     assert context.get_start_method() == "fork"
+
+
+class Asking(Indices):
+    """A data set that asks its worker process for the data set."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(get_worker_info().dataset is self)
+
+
+def test_worker_processes_know_the_users_data_set() -> None:
+    """It was an object of elche's own."""
+    loader, wake = loader_of(Asking(10**9), num_workers=1)
+    loader.add(LeasedPart(id=1, epoch=0, offset=0, size=10))
+    batch = take(loader, wake)
+    loader.stop()
+    assert batch.data.all()
 
 
 def test_nested_structures_are_moved_and_keep_their_form() -> None:

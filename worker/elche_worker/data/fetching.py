@@ -86,6 +86,11 @@ class Fetch:
         self._is_plain = collate_fn is None and type(dataset) in (TensorDataset, Resident)
         """True if whole batches of the data set's tensors are indexed at once."""
 
+    @property
+    def dataset(self) -> Any:
+        """The user's data set."""
+        return self._dataset
+
     def __len__(self) -> int:
         return len(self._dataset)
 
@@ -196,8 +201,16 @@ def _epoch_of(indices: list[int]) -> int:
 def begin_worker(of_user: Callable[[int], None] | None, worker: int) -> None:
     """Begins a worker process of a user's loader, whose `worker_init_fn` is `of_user`."""
     report_unpicklable()
+    show_dataset()
     if of_user is not None:
         of_user(worker)
+
+
+def show_dataset() -> None:
+    """Has `get_worker_info().dataset`, in this worker process, be the user's data set and not the `Fetch` around it."""
+    info = get_worker_info()
+    if info is not None and isinstance(info.dataset, Fetch):
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # its own refuses: users are to change nothing in it
 
 
 def report_unpicklable() -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from elche.errors import ElcheError, InvalidJob
 from elche.timeline import COPY, FETCH
 from elche_worker.data.dataset import Order
-from elche_worker.data.fetching import Collate, Fetch, FetchError, Indices, report_unpicklable
+from elche_worker.data.fetching import Collate, Fetch, FetchError, Indices, begin_worker
 from elche_worker.data.prefetch import DeviceTransfer
 from elche_worker.device.transfer import InParts, num_bytes
 from elche_worker.process.parent import end_with_parent
@@ -437,8 +437,8 @@ def _new_loader(
 
 
 def _begin_worker(parent_pid: int) -> Callable[[int], None]:
-    def begin(_: int) -> None:
+    def begin(worker: int) -> None:
         end_with_parent(parent_pid)
-        report_unpicklable()
+        begin_worker(None, worker)
 
     return begin

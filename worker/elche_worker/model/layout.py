@@ -108,6 +108,7 @@ class Layout:
             if entry.is_trained and entry.kind != "broadcast" and entry.whole is None
         ]
         """Trained parameters as they were when training began. Not those of a sharded model: PyTorch exchanges them."""
+        self._empty = [] if buffers == "local" else _empty_buffers(model)
         self.model_tensors = [str(entry) for entry in self.entries]
         """Descriptions of parameters and buffers."""
         if optimizer_state != "local":
@@ -162,8 +163,11 @@ class Layout:
 
     def _check_kept(self) -> None:
         """Raises `InvalidJob` if a frozen parameter is trained now, or a trained one was replaced: the optimizer would
-        go on with the former one.
+        go on with the former one. And for an empty buffer that has values now: no other rank would take them, and no
+        resumed one.
         """
+        for entry in self._empty:
+            entry.tensor  # noqa: B018
         for entry, began in self._began:
             present = entry.find()
             if present is not None and present is not began:
@@ -455,6 +459,18 @@ def _entries(model: nn.Module, buffers: str) -> list[LayoutEntry]:
             )
         entries.append(_entry(name, owners[path], key, tensor, is_averaged, is_parameter))
     return entries
+
+
+def _empty_buffers(model: nn.Module) -> list[LayoutEntry]:
+    """Buffers of a `state_dict` that have no values yet. Others without values, such as caches, stay each rank's."""
+    owners = dict(model.named_modules(remove_duplicate=False))
+    kept = model.state_dict().keys()
+    empty = [(name, one) for name, one in model.named_buffers() if is_plain(one) and not one.numel() and name in kept]
+    return [
+        _entry(name, owners[path], key, one, False, False)
+        for name, one in empty
+        for path, _, key in [name.rpartition(".")]
+    ]
 
 
 def _entry(
