@@ -156,6 +156,18 @@ def test_parameters_that_come_later_are_refused() -> None:
         layout.check(model)
 
 
+def test_groups_that_an_optimizer_gets_later_are_refused() -> None:
+    """A rank that was started again trained without them, in silence, and no checkpoint could be resumed."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    layout = Layout(model, [optimizer])
+    optimizer.param_groups[0]["lr"] = 0.2
+    layout.check(model)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    with pytest.raises(InvalidJob, match=r"the optimizer's groups of parameters have changed: .* return all groups"):
+        layout.check(model)
+
+
 def test_a_parameter_that_is_replaced_in_its_module_is_refused_when_a_round_begins() -> None:
     """The optimizer kept the former one, so that the new one was averaged and saved, but never trained, in silence."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))

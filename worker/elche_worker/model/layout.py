@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from elche.errors import InvalidJob
 from elche_worker.device.chunks import alike
 from elche_worker.model.bounds import UNBOUNDED, Bounds, keep_within
+from elche_worker.model.optimizer_state import sizes_of
 from elche_worker.model.storage import without_copies
 from elche_worker.model.tensors import is_divided, is_plain, local_of, raw_bytes
 
@@ -108,6 +109,7 @@ class Layout:
             if entry.is_trained and entry.kind != "broadcast" and entry.whole is None
         ]
         """Trained parameters as they were when training began. Not those of a sharded model: PyTorch exchanges them."""
+        self._optimizers, self._sizes = optimizers, sizes_of(optimizers)
         self._empty = [] if buffers == "local" else _empty_buffers(model)
         self.model_tensors = [str(entry) for entry in self.entries]
         """Descriptions of parameters and buffers."""
@@ -149,8 +151,8 @@ class Layout:
         return self._device is not None
 
     def check(self, model: nn.Module) -> None:
-        """Raises `InvalidJob` if parameters that were frozen or missing when training began are trained now, or a
-        module was replaced.
+        """Raises `InvalidJob` if parameters that were frozen or missing when training began are trained now, a module was
+        replaced, or an optimizer has other groups.
         """
         parameters = dict(model.named_parameters())
         places = {entry.name: entry.find() for entry in self.entries if entry.is_trained}
@@ -159,6 +161,11 @@ class Layout:
                 raise InvalidJob(f"the model has a new parameter, {name}, that rounds do not average: {FIXED}")
             if name in places and places[name] is not one:
                 raise InvalidJob(f"the module of the model's {name} was replaced while it is trained: {FIXED}")
+        if sizes_of(self._optimizers) != self._sizes:
+            raise InvalidJob(
+                f"the optimizer's groups of parameters have changed: {FIXED}. Let optimizer() return all groups: a rank "
+                "that is started again, or goes on from a checkpoint, has those"
+            )
         self._check_kept()
 
     def _check_kept(self) -> None:
