@@ -208,7 +208,7 @@ class LeaseLoader:
         if num_workers:
             _check_temporary_folder()
         placed = dataset if num_workers or collate_fn else self.transfer.place(dataset)
-        fetch = Fetch(placed, collate_fn, file_name, seed, num_parts)
+        fetch = Fetch(placed, collate_fn, file_name, seed, num_parts, tells_epoch=True)
         self._fetch_here = fetch
         pins_memory = pins_memory and placed is dataset  # a data set on the device cannot be pinned
         self._loader = _new_loader(fetch, self._next_indices, num_workers, pins_memory=pins_memory)
