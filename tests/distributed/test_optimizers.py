@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from elche.errors import Misuse
 from elche_worker.trainer import Trainer, TrainerConfig
+from elche_worker.trainer.optimizers import Optimizers
 from support.worlds import Raised, Worlds
 
 BATCH = 8
@@ -282,6 +283,35 @@ def test_a_checkpoint_of_more_groups_says_how_a_script_that_adds_some_is_resumed
         pytest.raises(Misuse, match=r"the job's have 2\. If the script adds groups"),
     ):
         other.load(str(tmp_path))
+
+
+class Around(SGD):
+    """Saves its state in a form of its own, as optimizers do that hold another one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": super().state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state["held"])
+
+
+def test_a_loop_goes_on_with_a_state_of_its_optimizers_own_form(tmp_path: Path) -> None:
+    """The checkpoint did not fit: 'param_groups'. And a rank that is behind could not take it from another."""
+    config = TrainerConfig(device="cpu")
+    model = nn.Linear(2, 2)
+    with Trainer.setup(model, Around(model.parameters(), lr=0.1, momentum=0.9), config) as trainer:
+        model(torch.ones(1, 2)).sum().backward()
+        trainer.step()
+        trainer.save(str(tmp_path))
+        moments = Optimizers(trainer.optimizer).moments()
+    for takes in ("checkpoint", "moments"):
+        optimizer = Around(model.parameters(), lr=0.1, momentum=0.9)
+        with Trainer.setup(model, optimizer, config) as other:
+            if takes == "checkpoint":
+                other.load(str(tmp_path))
+            else:
+                Optimizers(optimizer).set_moments(moments)
+            assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], torch.ones(2, 2))
 
 
 def resumed_with(place: Path, build: Callable[[Iterable[nn.Parameter]], Optimizer]) -> None:

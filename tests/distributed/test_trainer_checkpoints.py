@@ -157,6 +157,25 @@ def test_a_cache_that_has_grown_since_the_start_keeps_no_loop_from_going_on(tmp_
             trainer.save()
 
 
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_buffer_that_no_resumed_script_makes_of_this_size_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], persistent: bool
+) -> None:
+    """That no training goes on from the checkpoints was seen when it was to."""
+    model = nn.Linear(6, 3)
+    model.register_buffer("memory", torch.zeros(0, 6), persistent=persistent)
+    with Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu")) as trainer:
+        trainer.save(str(tmp_path))
+        assert "memory" not in capsys.readouterr().err
+        for _ in range(2):
+            model(samples(4).tensors[0]).sum().backward()
+            trainer.step()
+            model.memory = torch.ones(4, 6)
+            trainer.save(str(tmp_path))
+    said = "elche: the model's buffer memory was [0, 6] when training began and is [4, 6] now, so that this script"
+    assert capsys.readouterr().err.count(said) == persistent
+
+
 class Renamed(nn.Linear):
     def state_dict(self, *arguments: Any, **named: Any) -> Any:
         return {f"net.{name}": one for name, one in super().state_dict(*arguments, **named).items()}

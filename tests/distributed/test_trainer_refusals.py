@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_value_
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset, default_collate, get_worker_info
 
 from elche.errors import Misuse
 from elche_worker.collectives import world
@@ -199,6 +199,22 @@ def test_a_file_that_worker_processes_open_is_not_opened_before_they_are_forked(
     assert worlds.run(2, attach_file, path) == [True, True]
 
 
+def open_in_worker(_: int) -> None:
+    """As `worker_init_fn`s do."""
+    own: Any = get_worker_info()
+    own.dataset.file = own.dataset.path.open("rb")
+
+
+def test_a_worker_init_fn_finds_the_loaders_data_set(tmp_path: Path) -> None:
+    """It found an object of elche's own: AttributeError."""
+    (tmp_path / "samples").touch()
+    model, data = new_model(), Handle(tmp_path / "samples")
+    with Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu")) as trainer:
+        loader = DataLoader(data, batch_size=4, num_workers=1, worker_init_fn=open_in_worker)
+        trainer.set_data_loader(loader, names=NAMES)
+        assert sum(batch.size for batch in trainer.epoch(0)) == len(data)
+
+
 def attach_nothing() -> None:
     model = new_model()
     trainer = Trainer.setup(model, new_optimizer(model))
@@ -340,6 +356,13 @@ class Given:
         return iter(self.gives())
 
 
+class Halving(DataLoader):  # type: ignore[type-arg]
+    """A loader that changes its batches as it gives them."""
+
+    def __iter__(self) -> Any:
+        return ((inputs / 2, targets) for inputs, targets in super().__iter__())
+
+
 def raise_on_collate(_: Any) -> Any:
     raise ValueError("on purpose")
 
@@ -350,6 +373,7 @@ def raise_on_collate(_: Any) -> Any:
         ([1, 2], "needs a torch DataLoader, not list"),
         (DataLoader(Stream()), "map-style"),
         (DataLoader(samples(8), batch_size=None), "batch_size"),
+        (Halving(samples(8)), "Halving has an __iter__ of its own, which would not be called.* let collate_fn do what"),
         (DataLoader(samples(8), batch_sampler=[[0, 1], [2]]), "no batch_sampler of its own"),
         (DataLoader(samples(8), sampler=DistributedSampler(samples(8), 2, 0)), "without its DistributedSampler"),
         (DataLoader(samples(8), collate_fn=raise_on_collate), "on purpose"),

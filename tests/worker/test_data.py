@@ -144,6 +144,26 @@ def test_a_stream_that_divides_itself_among_worker_processes_gives_all_it_has(mo
     assert get_worker_info() is two
 
 
+def test_a_stream_is_told_the_epoch_in_which_it_is_read() -> None:
+    """Streams of libraries that shuffle by `set_epoch` gave each epoch's samples in the same order."""
+
+    class Turned(IterableDataset[int]):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __len__(self) -> int:
+            return 4
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([(number + self.epoch) % 4 for number in range(4)])
+
+    shards = as_dataset(Turned(), "train.py")
+    assert [shards.read(range(4), epoch=epoch, seed=1)[0] for epoch in (0, 1, 2)] == [0, 1, 2]
+    assert shards.read([2], epoch=1, seed=1) == [3]
+
+
 @pytest.mark.parametrize("is_worker", [False, True])
 def test_a_stream_that_shuffles_itself_gives_each_sample_once_to_several_readers(
     monkeypatch: pytest.MonkeyPatch, is_worker: bool

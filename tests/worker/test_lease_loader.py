@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import get_worker_info
 
 from elche.errors import InvalidJob
 from elche.permutation import permutation_slice
@@ -243,6 +244,48 @@ def test_worker_processes_are_forked_whatever_the_start_method_is() -> None:
     context = loader._loader.multiprocessing_context
     loader.stop()
     assert context.get_start_method() == "fork"
+
+
+class Told(Indices):
+    """A data set that augments by the epoch that it is told."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(self.epoch)
+
+
+@pytest.mark.parametrize(("num_workers", "is_in_step"), [(0, False), (0, True), (2, False)])
+def test_a_data_set_is_told_the_epoch_of_its_samples(num_workers: int, is_in_step: bool) -> None:
+    """What a callback told it came too late, as batches are fetched ahead, and never reached worker processes."""
+    loader, wake = loader_of(Told(10**9), num_workers)
+    if is_in_step:
+        loader.fetch_in_step()
+    epochs = [3, 4, 3, 5]
+    for number, epoch in enumerate(epochs):
+        loader.add(LeasedPart(id=number + 1, epoch=epoch, offset=0, size=30))
+    taken = [take(loader, wake) for _ in range(12)]
+    loader.stop()
+    assert [set(one.data.tolist()) for one in taken] == [{epoch} for epoch in epochs for _ in range(3)]
+
+
+class Asking(Indices):
+    """A data set that asks its worker process for the data set."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(get_worker_info().dataset is self)
+
+
+def test_worker_processes_know_the_users_data_set() -> None:
+    """It was an object of elche's own."""
+    loader, wake = loader_of(Asking(10**9), num_workers=1)
+    loader.add(LeasedPart(id=1, epoch=0, offset=0, size=10))
+    batch = take(loader, wake)
+    loader.stop()
+    assert batch.data.all()
 
 
 def test_nested_structures_are_moved_and_keep_their_form() -> None:

@@ -156,6 +156,18 @@ def test_parameters_that_come_later_are_refused() -> None:
         layout.check(model)
 
 
+def test_groups_that_an_optimizer_gets_later_are_refused() -> None:
+    """A rank that was started again trained without them, in silence, and no checkpoint could be resumed."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    layout = Layout(model, [optimizer])
+    optimizer.param_groups[0]["lr"] = 0.2
+    layout.check(model)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    with pytest.raises(InvalidJob, match=r"the optimizer's groups of parameters have changed: .* return all groups"):
+        layout.check(model)
+
+
 def test_a_parameter_that_is_replaced_in_its_module_is_refused_when_a_round_begins() -> None:
     """The optimizer kept the former one, so that the new one was averaged and saved, but never trained, in silence."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
@@ -265,6 +277,48 @@ def test_an_expanded_buffer_gets_memory_of_its_own() -> None:
     layout.gather()
     layout.apply()
     assert built.model.running_mean.tolist() == [0.5] * 4
+
+
+def test_a_buffer_that_was_made_in_inference_mode_can_be_written_to() -> None:
+    """The model was refused: it could not load its own state_dict()."""
+
+    def build() -> nn.Module:
+        model = nn.BatchNorm1d(2)
+        with torch.inference_mode():
+            model.running_mean = torch.full((2,), 0.5)
+        return model
+
+    built = build_model(job(build), CPU, "train.py")
+    check_savable(built.model)
+    built.model(torch.ones(4, 2))
+    assert built.model.running_mean.tolist() == pytest.approx([0.55, 0.55])
+
+
+def test_a_parameter_that_was_made_in_inference_mode_is_refused_by_name() -> None:
+    """All that was said was AssertionError, of elche's own code."""
+
+    def build() -> nn.Module:
+        with torch.inference_mode():
+            return nn.Linear(2, 1)
+
+    with pytest.raises(InvalidJob, match=r"train\.py: the model's weight was made in torch\.inference_mode\(\)"):
+        build_model(job(build), CPU, "train.py")
+
+
+@pytest.mark.parametrize(("persistent", "buffers"), [(True, "average"), (True, "local"), (False, "average")])
+def test_an_empty_buffer_that_gets_values_is_refused_when_a_round_begins(persistent: bool, buffers: str) -> None:
+    """Each rank had its own, and no checkpoint could be resumed: all that was trained was lost."""
+    model = nn.Linear(2, 1)
+    model.register_buffer("memory", torch.zeros(0, 2), persistent=persistent)
+    layout = Layout(model, buffers=buffers)
+    layout.place(CPU)
+    layout.gather()
+    model.memory = torch.cat([model.memory, torch.ones(1, 2)])
+    if persistent and buffers == "average":
+        with pytest.raises(InvalidJob, match=r"the model's memory was torch\.float32 \(0, 2\) and is .*\(1, 2\) now"):
+            layout.gather()
+    else:
+        layout.gather()
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused_unless_the_step_is_the_jobs_own() -> None:

@@ -15,12 +15,14 @@ from elche_worker.rank.checkpoint_capture import CheckpointCapture
 from elche_worker.user.schedule import LearningRates
 
 
-def resumed(rank: int, *, written_by: int = 0, lr: float = 0.5) -> tuple[torch.optim.SGD, dict[str, Any], list[float]]:
+def resumed(
+    rank: int, *, written_by: int = 0, lr: float = 0.5, kind: Any = torch.optim.SGD
+) -> tuple[torch.optim.SGD, dict[str, Any], list[float]]:
     """The optimizer, the scaler's state and the next random numbers of a rank that has restored a checkpoint, which was
     written when the rate was 0.1.
     """
     model = nn.Linear(2, 1)
-    then, now = (torch.optim.SGD(model.parameters(), lr=one) for one in (0.1, lr))
+    then, now = (kind(model.parameters(), lr=one) for one in (0.1, lr))
     scaler: dict[str, Any] = {}
     capture = CheckpointCapture(
         rank,
@@ -46,6 +48,27 @@ def resumed(rank: int, *, written_by: int = 0, lr: float = 0.5) -> tuple[torch.o
 def test_a_resume_with_another_rate_trains_at_that() -> None:
     optimizer, _, _ = resumed(0)
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+class Around(torch.optim.Optimizer):
+    """Holds another optimizer, as Lookahead does, and saves it in a form of its own."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        self.inner = torch.optim.SGD(parameters, lr=lr)
+        self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, {}
+        self.num_steps = int(lr * 10)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict(), "num_steps": self.num_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_steps = state["num_steps"]
+
+
+def test_a_state_of_an_optimizers_own_form_is_restored() -> None:
+    """KeyError: 'param_groups': no checkpoint of it could be resumed."""
+    optimizer: Any = resumed(0, kind=Around)[0]
+    assert optimizer.num_steps == 1
 
 
 def test_the_scale_of_fp16_goes_on_where_it_was() -> None:

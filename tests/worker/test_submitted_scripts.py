@@ -85,7 +85,7 @@ def test_a_script_that_spawns_its_ranks_itself_is_told_what_to_write(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It ended with "address in use", or trained twice."""
-    for name, value in (("ELCHE_RESUME", ""), ("LOCAL_WORLD_SIZE", "2")):
+    for name, value in (("ELCHE_RESUME", ""), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     error = ProcessRaisedException("address already in use", 0, 1)
     scripts._print_from_script(type(error), error, None)
@@ -96,6 +96,33 @@ def test_a_script_that_spawns_its_ranks_itself_is_told_what_to_write(
         check_is_main()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     check_is_main()
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "local_rank", "local_size", "is_kept"),
+    [
+        ("1", "2", "1", "2", True),
+        ("5", "8", "1", "4", True),
+        ("3", "8", "0", "1", True),
+        ("0", "1", "0", "1", True),
+        ("0", "1", "1", "2", False),
+        ("0", "1", "0", "2", False),
+        ("0", "2", "1", "2", False),
+    ],
+)
+def test_a_script_that_sets_its_rank_itself_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, rank: str, size: str, local_rank: str, local_size: str, is_kept: bool
+) -> None:
+    """Each of two ranks trained everything alone, and the run succeeded."""
+    monkeypatch.setenv("ELCHE_RESUME", "")
+    given = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    if is_kept:
+        check_is_main()
+    else:
+        with pytest.raises(Misuse, match=f"RANK is {rank} and WORLD_SIZE is {size} in process {local_rank} of the 2"):
+            check_is_main()
 
 
 def test_a_scripts_path_is_that_of_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

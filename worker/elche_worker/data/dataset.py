@@ -92,11 +92,19 @@ class Shards:
         with _undivided():
             return self._read(shard, position)
 
+    def _opened(self, shard: int) -> Iterable[Any]:
+        """The shard, which is told the epoch if it has `set_epoch`, as streams do that shuffle by it."""
+        part = self._open(shard)
+        set_epoch = getattr(part, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(self._epoch)
+        return part
+
     def _read(self, shard: int, position: int) -> Any:
         if shard != self._shard or position < self._next:  # a part can only be read on: to go back, it is opened again
             if self._seed is not None:
                 seed_host(hash((self._seed, self._epoch, shard)) & 0xFFFFFFFF)
-            self._shard, self._next, self._samples = shard, self._starts[shard], iter(self._open(shard))
+            self._shard, self._next, self._samples = shard, self._starts[shard], iter(self._opened(shard))
         while self._next <= position:
             try:
                 sample = next(self._samples)

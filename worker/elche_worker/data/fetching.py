@@ -73,11 +73,23 @@ class Fetch:
     """The user's data set as a `DataLoader` reads it: a list of indices gives a list of samples, or a `FetchError`."""
 
     def __init__(
-        self, dataset: Any, collate_fn: Collate | None, file_name: str, seed: int = 0, num_parts: int = 1
+        self,
+        dataset: Any,
+        collate_fn: Collate | None,
+        file_name: str,
+        seed: int = 0,
+        num_parts: int = 1,
+        *,
+        tells_epoch: bool = False,
     ) -> None:
         """With the job's own `collate_fn`, whose batches cannot be split, the samples are collated in `num_parts` parts
         instead: the result is `InParts`.
+
+        With `tells_epoch` a data set that has `set_epoch` is told the epoch before each batch of another one. Nobody
+        else could: batches of two epochs are fetched in turn, ahead of training, and by several processes.
         """
+        self._set_epoch = getattr(dataset, "set_epoch", None) if tells_epoch else None
+        self._told_epoch: int | None = None
         self._num_parts = num_parts if collate_fn else 1
         self._dataset = dataset
         self._seed = seed
@@ -85,6 +97,11 @@ class Fetch:
         self._file_name = file_name
         self._is_plain = collate_fn is None and type(dataset) in (TensorDataset, Resident)
         """True if whole batches of the data set's tensors are indexed at once."""
+
+    @property
+    def dataset(self) -> Any:
+        """The user's data set."""
+        return self._dataset
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -106,6 +123,9 @@ class Fetch:
     def _samples_at(self, indices: list[int], *, is_seeded: bool) -> list[Any] | FetchError:
         index: int | None = None
         try:
+            if indices and callable(self._set_epoch) and self._told_epoch != _epoch_of(indices):
+                self._told_epoch = _epoch_of(indices)
+                self._set_epoch(self._told_epoch)
             if indices and isinstance(self._dataset, Shards):
                 return self._dataset.read(indices, epoch=_epoch_of(indices), seed=self._seed if is_seeded else None)
             if indices and self._is_plain:  # its tensors as they are now: a script may have replaced them
@@ -196,8 +216,16 @@ def _epoch_of(indices: list[int]) -> int:
 def begin_worker(of_user: Callable[[int], None] | None, worker: int) -> None:
     """Begins a worker process of a user's loader, whose `worker_init_fn` is `of_user`."""
     report_unpicklable()
+    show_dataset()
     if of_user is not None:
         of_user(worker)
+
+
+def show_dataset() -> None:
+    """Has `get_worker_info().dataset`, in this worker process, be the user's data set and not the `Fetch` around it."""
+    info = get_worker_info()
+    if info is not None and isinstance(info.dataset, Fetch):
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # its own refuses: users are to change nothing in it
 
 
 def report_unpicklable() -> None:

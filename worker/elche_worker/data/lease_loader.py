@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from elche.errors import ElcheError, InvalidJob
 from elche.timeline import COPY, FETCH
 from elche_worker.data.dataset import Order
-from elche_worker.data.fetching import Collate, Fetch, FetchError, Indices, report_unpicklable
+from elche_worker.data.fetching import Collate, Fetch, FetchError, Indices, begin_worker
 from elche_worker.data.prefetch import DeviceTransfer
 from elche_worker.device.transfer import InParts, num_bytes
 from elche_worker.process.parent import end_with_parent
@@ -208,7 +208,7 @@ class LeaseLoader:
         if num_workers:
             _check_temporary_folder()
         placed = dataset if num_workers or collate_fn else self.transfer.place(dataset)
-        fetch = Fetch(placed, collate_fn, file_name, seed, num_parts)
+        fetch = Fetch(placed, collate_fn, file_name, seed, num_parts, tells_epoch=True)
         self._fetch_here = fetch
         pins_memory = pins_memory and placed is dataset  # a data set on the device cannot be pinned
         self._loader = _new_loader(fetch, self._next_indices, num_workers, pins_memory=pins_memory)
@@ -437,8 +437,8 @@ def _new_loader(
 
 
 def _begin_worker(parent_pid: int) -> Callable[[int], None]:
-    def begin(_: int) -> None:
+    def begin(worker: int) -> None:
         end_with_parent(parent_pid)
-        report_unpicklable()
+        begin_worker(None, worker)
 
     return begin

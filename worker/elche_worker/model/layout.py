@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from elche.errors import InvalidJob
 from elche_worker.device.chunks import alike
 from elche_worker.model.bounds import UNBOUNDED, Bounds, keep_within
+from elche_worker.model.optimizer_state import sizes_of
 from elche_worker.model.storage import without_copies
 from elche_worker.model.tensors import is_divided, is_plain, local_of, raw_bytes
 
@@ -108,6 +109,8 @@ class Layout:
             if entry.is_trained and entry.kind != "broadcast" and entry.whole is None
         ]
         """Trained parameters as they were when training began. Not those of a sharded model: PyTorch exchanges them."""
+        self._optimizers, self._sizes = optimizers, sizes_of(optimizers)
+        self._empty = [] if buffers == "local" else _empty_buffers(model)
         self.model_tensors = [str(entry) for entry in self.entries]
         """Descriptions of parameters and buffers."""
         if optimizer_state != "local":
@@ -148,8 +151,8 @@ class Layout:
         return self._device is not None
 
     def check(self, model: nn.Module) -> None:
-        """Raises `InvalidJob` if parameters that were frozen or missing when training began are trained now, or a
-        module was replaced.
+        """Raises `InvalidJob` if parameters that were frozen or missing when training began are trained now, a module was
+        replaced, or an optimizer has other groups.
         """
         parameters = dict(model.named_parameters())
         places = {entry.name: entry.find() for entry in self.entries if entry.is_trained}
@@ -158,12 +161,20 @@ class Layout:
                 raise InvalidJob(f"the model has a new parameter, {name}, that rounds do not average: {FIXED}")
             if name in places and places[name] is not one:
                 raise InvalidJob(f"the module of the model's {name} was replaced while it is trained: {FIXED}")
+        if sizes_of(self._optimizers) != self._sizes:
+            raise InvalidJob(
+                f"the optimizer's groups of parameters have changed: {FIXED}. Let optimizer() return all groups: a rank "
+                "that is started again, or goes on from a checkpoint, has those"
+            )
         self._check_kept()
 
     def _check_kept(self) -> None:
         """Raises `InvalidJob` if a frozen parameter is trained now, or a trained one was replaced: the optimizer would
-        go on with the former one.
+        go on with the former one. And for an empty buffer that has values now: no other rank would take them, and no
+        resumed one.
         """
+        for entry in self._empty:
+            entry.tensor  # noqa: B018
         for entry, began in self._began:
             present = entry.find()
             if present is not None and present is not began:
@@ -455,6 +466,18 @@ def _entries(model: nn.Module, buffers: str) -> list[LayoutEntry]:
             )
         entries.append(_entry(name, owners[path], key, tensor, is_averaged, is_parameter))
     return entries
+
+
+def _empty_buffers(model: nn.Module) -> list[LayoutEntry]:
+    """Buffers of a `state_dict` that have no values yet. Others without values, such as caches, stay each rank's."""
+    owners = dict(model.named_modules(remove_duplicate=False))
+    kept = model.state_dict().keys()
+    empty = [(name, one) for name, one in model.named_buffers() if is_plain(one) and not one.numel() and name in kept]
+    return [
+        _entry(name, owners[path], key, one, False, False)
+        for name, one in empty
+        for path, _, key in [name.rpartition(".")]
+    ]
 
 
 def _entry(

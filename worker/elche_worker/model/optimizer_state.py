@@ -1,7 +1,7 @@
 """Checks that an optimizer's state in a checkpoint is of the job's optimizer."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -9,6 +9,19 @@ from torch.optim import Optimizer
 from elche.errors import InvalidJob
 
 Groups = Sequence[Mapping[str, Any]]
+
+
+def groups_in(state: Mapping[str, Any], optimizer: Optimizer) -> Groups:
+    """The groups of an optimizer's saved state; those of the optimizer where its `state_dict` is of another form, as of
+    one that holds another one.
+    """
+    groups: Groups = state.get("param_groups", optimizer.param_groups)
+    return groups
+
+
+def sizes_of(optimizers: Iterable[Optimizer]) -> list[list[int]]:
+    """The number of parameters of each group."""
+    return [[len(group["params"]) for group in one.param_groups] for one in optimizers]
 
 
 def check_is_alike(optimizer: Optimizer, saved: Groups, path: str) -> None:

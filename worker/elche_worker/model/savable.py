@@ -16,7 +16,8 @@ from elche_worker.model.tensors import can_hold, described, flattened, is_plain,
 
 @torch.no_grad()
 def take_form(model: nn.Module) -> None:
-    """Copies expanded tensors of the model, whose values share memory, so that they can be written to.
+    """Copies tensors of the model that cannot be written to: expanded ones, whose values share memory, and buffers that
+    were made in inference mode.
 
     Raises `InvalidJob` for lazy modules, whose parameters have no shape before the first forward pass.
     """
@@ -32,17 +33,27 @@ def take_form(model: nn.Module) -> None:
             stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         ):
             tensor.data = tensor.data.contiguous()
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if buffer.is_inference():
+                module._buffers[name] = buffer.clone()
 
 
 def problem_of_model(model: nn.Module) -> str:
-    """Returns why a model is not trained that has tensors without values, or is, or holds, DataParallel or
-    DistributedDataParallel; "" for others.
+    """Returns why a model is not trained that has tensors without values, or parameters that were made in inference
+    mode, or is, or holds, DataParallel or DistributedDataParallel; "" for others.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             return (
                 f"the model's {name} has no values, since it was made on the device 'meta': give the model memory, and "
                 "its values, first, as by model.to_empty(device='cpu') and its own initialisation or load_state_dict()"
+            )
+    for name, one in model.named_parameters():
+        if one.is_inference():
+            return (
+                f"the model's {name} was made in torch.inference_mode(), where no parameter can be trained or written "
+                "to: make the model outside of it, or within torch.no_grad()"
             )
     kinds = nn.parallel.DistributedDataParallel, nn.DataParallel
     for name, one in model.named_modules():

@@ -13,7 +13,7 @@ from elche_worker.model.checkpoint import CheckpointData, Loaded, other_buffers,
 from elche_worker.model.frozen import LeftOut
 from elche_worker.model.layout import Layout
 from elche_worker.model.modes import Switches
-from elche_worker.model.optimizer_state import check_is_alike, other_options
+from elche_worker.model.optimizer_state import check_is_alike, groups_in, other_options
 from elche_worker.model.own_state import OwnState
 from elche_worker.model.step import Built, TrainStep
 from elche_worker.model.storage import place_of, results_of_views
@@ -127,8 +127,9 @@ class CheckpointCapture:
         """
         loaded.restore_model(self._built.model)
         for optimizer, state in zip(self._built.all_optimizers, loaded.state["optimizers"], strict=True):
-            check_is_alike(optimizer, state["param_groups"], loaded.path)
-            if self._rank == 0 and is_leader and (other := other_options(optimizer, state["param_groups"])):
+            groups = groups_in(state, optimizer)
+            check_is_alike(optimizer, groups, loaded.path)
+            if self._rank == 0 and is_leader and (other := other_options(optimizer, groups)):
                 print(f"elche: {type(optimizer).__name__} goes on as in the checkpoint, with {other}", flush=True)
             optimizer.load_state_dict(_divided_as(optimizer, state))
         self._rates.reset()  # the loaded optimizers have the rates of the time of the checkpoint
@@ -170,6 +171,8 @@ def _under_all_names(live: dict[str, torch.Tensor], views: dict[str, torch.Tenso
 def _divided_as(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's state with this process's part of each tensor whose parameter is divided."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(map(is_divided, parameters)):
+        return state
     return {
         **state,
         "state": {

@@ -113,6 +113,24 @@ def has_several_ranks() -> bool:
     return is_launched and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1"
 
 
+def changed_place() -> str:
+    """Returns that the script has changed the variables by which its launcher tells it which rank it is; "" if not."""
+    if not has_several_ranks():
+        return ""
+    rank, size, local_rank, local_size = (
+        os.environ.get(name, default)
+        for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+    )
+    is_kept = rank == local_rank if size == local_size else size != "1"
+    if is_kept:
+        return ""
+    return (
+        f"RANK is {rank} and WORLD_SIZE is {size} in process {local_rank} of the {local_size} that the launcher has "
+        "started here, so that ranks would not find each other, and each train alone: leave out what sets these in "
+        "os.environ, or start the script as one process"
+    )
+
+
 def _lacks_file(error: BaseException) -> bool:
     """True if a module is not there, or a file that has a relative path."""
     if isinstance(error, FileNotFoundError):

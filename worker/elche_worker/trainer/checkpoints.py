@@ -63,6 +63,8 @@ class LoopCheckpoints:
         self._frozen: list[str] | None = None
         """Parameters that were frozen in the loaded checkpoint, until the first step."""
         self._has_hinted = self._has_said_turns = False
+        self._sizes = _sizes_of_buffers(model)
+        """The sizes that the script has given to the buffers that checkpoints have."""
         self._begins_anew = False
         """True in a resumed script if the checkpoint is of another of its trainers."""
         self._problem = ""
@@ -214,6 +216,7 @@ class LoopCheckpoints:
                 "a learning rate schedule steps an optimizer of this loop, and checkpoints are without its state: "
                 "trainer.register_state(schedule=...) has it in them"
             )
+        self._note_other_sizes()
         if self._saver is None or self._saver.place != place:
             self._saver = Saver(place, self._name, self.number)
         at_step = at_step or self.at_step()
@@ -234,6 +237,19 @@ class LoopCheckpoints:
             attachment.report_saved,
             attachment.report_not_saved,
         )
+
+    def _note_other_sizes(self) -> None:
+        """Says once which buffer has changed its size: the script makes it of the former one when it is resumed."""
+        now = _sizes_of_buffers(self._model)
+        name = next((one for one, size in self._sizes.items() if now.get(one, size) != size), None)
+        if name is None:
+            return
+        self._notice(
+            f"the model's buffer {name} was {self._sizes[name]} when training began and is {now[name]} now, so that "
+            "this script cannot go on from its checkpoints: give it its full size before Trainer.setup, or "
+            "register_buffer(..., persistent=False), with which no checkpoint has it"
+        )
+        self._sizes = now
 
     def load(self, path: str, *, only_own: bool) -> tuple[Position, dict[str, Any]] | None:
         """Restores model and optimizer; returns the checkpoint's position and plan, or None for an empty folder.
@@ -287,6 +303,12 @@ class LoopCheckpoints:
 
 def _listed(rates: Sequence[float]) -> str:
     return ", ".join(f"{rate:g}" for rate in rates)
+
+
+def _sizes_of_buffers(model: nn.Module) -> dict[str, list[int]]:
+    """The sizes of the buffers of a `state_dict`, by name."""
+    kept = model.state_dict().keys()
+    return {name: [*one.shape] for name, one in model.named_buffers() if name in kept}
 
 
 def _frozen_in(model: nn.Module) -> list[str]:

@@ -11,14 +11,14 @@ from elche.errors import Misuse
 from elche_worker.collectives.world import World
 from elche_worker.model.savable import problem_of_model
 from elche_worker.model.tensors import described, is_plain
-from elche_worker.session.script import SPAWNS, has_several_ranks
+from elche_worker.session.script import SPAWNS, changed_place, has_several_ranks
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.optimizers import problem_of_optimizers
 
 
 def check_is_main() -> None:
     """Raises `Misuse` in a process that imports the script because the script has started it by spawn or forkserver:
-    each would train on its own, or wait for the other ranks.
+    each would train on its own, or wait for the other ranks. And in one that does not know any more which rank it is.
     """
     if getattr(current_process(), "_inheriting", False):  # what multiprocessing itself looks at before it starts one
         raise Misuse(
@@ -27,6 +27,8 @@ def check_is_main() -> None:
         )
     if parent_process() is not None and has_several_ranks():
         raise Misuse(SPAWNS)
+    if changed := changed_place():
+        raise Misuse(changed)
 
 
 def problem_of(model: Any, optimizers: Any) -> str:

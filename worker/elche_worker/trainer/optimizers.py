@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from elche.errors import Misuse
-from elche_worker.model.optimizer_state import check_is_alike, other_options
+from elche_worker.model.optimizer_state import check_is_alike, groups_in, other_options
 
 Key = str | int
 Given = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
@@ -77,13 +77,17 @@ class Optimizers:
         return {str(key): one.state_dict() for key, one in self.by_key.items()}
 
     def moments(self) -> dict[str, Any]:
-        """The optimizers' states of parameters, by key, without settings, which the script may change as it trains."""
-        return {str(key): one.state_dict()["state"] for key, one in self.by_key.items()}
+        """The optimizers' states of parameters, by key, without settings, which the script may change as it trains; all
+        of a state that is of another form than torch's.
+        """
+        states = {str(key): one.state_dict() for key, one in self.by_key.items()}
+        return {key: one.get("state", one) for key, one in states.items()}
 
     def set_moments(self, moments: Mapping[str, Any]) -> None:
         """Replaces the states of parameters by those that `moments` returned."""
         for key, one in self.by_key.items():
-            one.load_state_dict({**one.state_dict(), "state": moments[str(key)]})
+            present, given = one.state_dict(), moments[str(key)]
+            one.load_state_dict({**present, "state": given} if "state" in present else given)
 
     def settings(self) -> list[dict[str, Any]]:
         """The settings of each group of parameters, such as its learning rate."""
@@ -104,7 +108,7 @@ class Optimizers:
             raise ValueError(f"it has the optimizers {sorted(states)}, and the loop {sorted(map(str, self.by_key))}")
         others = []
         for key, one in self.by_key.items():
-            groups = states[str(key)]["param_groups"]
+            groups = groups_in(states[str(key)], one)
             check_is_alike(one, groups, path)
             others.append(other_options(one, groups))
             one.load_state_dict(states[str(key)])
