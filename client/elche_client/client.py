@@ -377,18 +377,38 @@ class Client:
     ) -> Iterator[LogLine]:
         """The end of the log of one rank, or of every rank: at most `max_bytes` of each.
 
-        With `follow` also later output, until the ranks have exited. A rank whose host has disconnected yields one line
-        with an `error`. Raises `InvalidJob` if there is no log at all.
+        With `follow` also later output, until the ranks have exited; if the coordinator is lost, it is retried as by
+        `watch`, and goes on with the next line. A rank whose host has disconnected yields one line with an `error`.
+        Raises `InvalidJob` if there is no log at all.
         """
         request = pb.StreamLogsRequest(job_id=job_id, rank=rank, max_bytes=max_bytes, follow=follow, with_times=True)
-        lines = RankLines()
-        with self._calling(job_id):
+        lines, lost_s = RankLines(), -math.inf
+        if follow:
+            self.get(job_id)  # a job that is queued is answered late, and then its coordinator is known
+        while True:
+            began_s = time.monotonic()
+            try:
+                yield from self._logs_once(request, lines)
+                return
+            except Unreachable as error:
+                if not follow or not lines.can_go_on:
+                    raise
+                lost_s = self._outlast(error, began_s, lost_s)
+                del request.positions[:]
+                request.positions.extend(lines.positions())
+
+    def _logs_once(self, request: pb.StreamLogsRequest, lines: RankLines) -> Iterator[LogLine]:
+        with self._calling(request.job_id):
             call = self._stub.StreamLogs(request, metadata=self._metadata)
             try:
                 for part in call:
+                    self._was_answered = True
                     if part.error:
                         yield LogLine(rank=part.rank, error=part.error)
-                    yield from lines.add(part.rank, part.data)
+                    if part.HasField("begins"):
+                        lines.begin(part.begins)
+                    if part.data:
+                        yield from lines.add(part.rank, part.data)
                 yield from lines.rest()
             finally:
                 # Whoever stops reading closes this generator: without the cancel, the call and its log streams would
@@ -418,14 +438,21 @@ class Client:
                     if isinstance(event, JobResult):
                         return
             except Unreachable as error:
-                now_s = time.monotonic()
-                if lost_s == -math.inf or now_s - began_s > STEADY_S:
-                    lost_s = now_s
-                    if self._was_answered and self._reconnect_s:
-                        log.warning("%s; retrying for %.0f s", error, self._reconnect_s)
-                if not self._was_answered or now_s - lost_s >= self._reconnect_s:
-                    raise
-                time.sleep(RECONNECT_EVERY_S)
+                lost_s = self._outlast(error, began_s, lost_s)
+
+    def _outlast(self, error: Unreachable, began_s: float, lost_s: float) -> float:
+        """Waits before a stream that began at `began_s` is tried again; returns since when it is lost. Raises the error
+        once that has been for too long.
+        """
+        now_s = time.monotonic()
+        if lost_s == -math.inf or now_s - began_s > STEADY_S:
+            lost_s = now_s
+            if self._was_answered and self._reconnect_s:
+                log.warning("%s; retrying for %.0f s", error, self._reconnect_s)
+        if not self._was_answered or now_s - lost_s >= self._reconnect_s:
+            raise error
+        time.sleep(RECONNECT_EVERY_S)
+        return lost_s
 
     def _watch_once(self, job_id: str) -> Iterator[Event]:
         with self._calling(job_id):
