@@ -64,7 +64,8 @@ RECONNECT_S = 60.0
 RECONNECT_EVERY_S = 1.0
 """Seconds between its attempts."""
 STEADY_S = 5.0
-"""A watch that has lasted for this many seconds gets the whole waiting time again when it is lost."""
+"""A watch that goes on for this many seconds after its first event gets the whole waiting time again when it is lost.
+"""
 LOG_BYTES = 64 * 1024
 """Default bytes of each rank's log."""
 NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
@@ -377,18 +378,40 @@ class Client:
     ) -> Iterator[LogLine]:
         """The end of the log of one rank, or of every rank: at most `max_bytes` of each.
 
-        With `follow` also later output, until the ranks have exited. A rank whose host has disconnected yields one line
-        with an `error`. Raises `InvalidJob` if there is no log at all.
+        With `follow` also later output, until the ranks have exited; if the coordinator is lost, it is retried as by
+        `watch`, and goes on with the next line. A rank whose host has disconnected yields one line with an `error`.
+        Raises `InvalidJob` if there is no log at all.
         """
         request = pb.StreamLogsRequest(job_id=job_id, rank=rank, max_bytes=max_bytes, follow=follow, with_times=True)
-        lines = RankLines()
-        with self._calling(job_id):
+        lines, lost_s = RankLines(), -math.inf
+        if follow:
+            self.get(job_id)  # a job that is queued is answered late, and then its coordinator is known
+        while True:
+            heard_s = math.inf
+            try:
+                for line in self._logs_once(request, lines):
+                    heard_s = min(heard_s, time.monotonic())
+                    yield line
+                return
+            except Unreachable as error:
+                if not follow or not lines.can_go_on:
+                    raise
+                lost_s = self._outlast(error, heard_s, lost_s)
+                del request.positions[:]
+                request.positions.extend(lines.positions())
+
+    def _logs_once(self, request: pb.StreamLogsRequest, lines: RankLines) -> Iterator[LogLine]:
+        with self._calling(request.job_id):
             call = self._stub.StreamLogs(request, metadata=self._metadata)
             try:
                 for part in call:
+                    self._was_answered = True
                     if part.error:
                         yield LogLine(rank=part.rank, error=part.error)
-                    yield from lines.add(part.rank, part.data)
+                    if part.HasField("begins"):
+                        lines.begin(part.begins)
+                    if part.data:
+                        yield from lines.add(part.rank, part.data)
                 yield from lines.rest()
             finally:
                 # Whoever stops reading closes this generator: without the cancel, the call and its log streams would
@@ -411,21 +434,30 @@ class Client:
         """
         lost_s = -math.inf
         while True:
-            began_s = time.monotonic()
+            heard_s = math.inf
             try:
                 for event in self._watch_once(job_id):
+                    heard_s = min(heard_s, time.monotonic())
                     yield event
                     if isinstance(event, JobResult):
                         return
             except Unreachable as error:
-                now_s = time.monotonic()
-                if lost_s == -math.inf or now_s - began_s > STEADY_S:
-                    lost_s = now_s
-                    if self._was_answered and self._reconnect_s:
-                        log.warning("%s; retrying for %.0f s", error, self._reconnect_s)
-                if not self._was_answered or now_s - lost_s >= self._reconnect_s:
-                    raise
-                time.sleep(RECONNECT_EVERY_S)
+                lost_s = self._outlast(error, heard_s, lost_s)
+
+    def _outlast(self, error: Unreachable, heard_s: float, lost_s: float) -> float:
+        """Waits before a stream is tried again that said its first word at `heard_s`; returns since when it is lost.
+        Raises the error once that has been for too long.
+        """
+        now_s = time.monotonic()
+        # Not from its beginning: to a host that is gone, a connection is tried for 20 s.
+        if lost_s == -math.inf or now_s - heard_s > STEADY_S:
+            lost_s = now_s
+            if self._was_answered and self._reconnect_s:
+                log.warning("%s; retrying for %.0f s", error, self._reconnect_s)
+        if not self._was_answered or now_s - lost_s >= self._reconnect_s:
+            raise error
+        time.sleep(RECONNECT_EVERY_S)
+        return lost_s
 
     def _watch_once(self, job_id: str) -> Iterator[Event]:
         with self._calling(job_id):

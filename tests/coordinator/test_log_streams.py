@@ -10,7 +10,7 @@ import pytest
 
 from elche.errors import TooMuch
 from elche.token import Role
-from elche.v1 import job_pb2
+from elche.v1 import agent_pb2, job_pb2
 from elche_coordinator.archive.artifacts import Artifacts
 from elche_coordinator.archive.catalogue import JobCatalogue
 from elche_coordinator.archive.history import History
@@ -36,7 +36,7 @@ class Hosts:
     def __init__(self) -> None:
         self.asked: asyncio.Queue[str] = asyncio.Queue()
 
-    def ask_for_log(self, job_id: str, rank: Any, transfer: str, max_bytes: int, **how: bool) -> bool:
+    def ask_for_log(self, job_id: str, rank: Any, how: agent_pb2.SendLog, transfer: str) -> bool:
         self.asked.put_nowait(transfer)
         return True
 

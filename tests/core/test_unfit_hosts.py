@@ -1,8 +1,12 @@
 """Hosts that can start no ranks, such as with a full disk: they get none, their ranks go on, and jobs are told why."""
 
-from elche_coordinator.core.messages.commands import StartRank
-from elche_coordinator.core.messages.events import AgentJoined, HostFitnessChanged, RankExited
-from elche_coordinator.core.messages.ids import AgentId, JobId
+from typing import Any
+
+import pytest
+
+from elche_coordinator.core.messages.commands import Command, StartRank
+from elche_coordinator.core.messages.events import AgentJoined, HostFitnessChanged, RankExited, RankStarted
+from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.machine import JobPhase
 from support.clusters import Cluster
@@ -16,9 +20,17 @@ def tell(cluster: Cluster, problem: str) -> list[JobId]:
     return [command.job_id for command in commands if isinstance(command, StartRank)]
 
 
-def join(cluster: Cluster, folder: str = "") -> list[StartRank]:
+def cannot_start(cluster: Cluster, rank: int) -> list[Command]:
+    """What follows when the host says that it cannot start a rank of the job."""
+    record = cluster.core.jobs[JobId("job")].ranks[Rank(rank)]
+    address = record.address(JobId("job"))
+    return cluster.handle(RankExited(**address, agent_id=AgentId("host"), exit_code=1, log_tail=FULL, not_started=True))
+
+
+def join(cluster: Cluster, folder: str = "", num_slots: int = 1) -> list[StartRank]:
     """The ranks that begin as another host joins."""
-    another = AgentJoined(agent_id=AgentId("another"), host="another", slots=(Slot(device="cpu"),), folder=folder)
+    slots = (Slot(device="cpu"),) * num_slots
+    another = AgentJoined(agent_id=AgentId("another"), host="another", slots=slots, folder=folder)
     return [command for command in cluster.handle(another) if isinstance(command, StartRank)]
 
 
@@ -39,20 +51,35 @@ def test_a_rank_that_its_host_could_not_start_fails_no_job_and_begins_on_another
     """The disk filled in the moment before it was to start."""
     cluster = Cluster(1)
     cluster.submit("job", 1)
-    record = cluster.core.jobs[JobId("job")].ranks[0]  # type: ignore[index]
     tell(cluster, FULL)
-    cluster.handle(
-        RankExited(
-            **record.address(JobId("job")),
-            agent_id=AgentId("host"),
-            exit_code=1,
-            log_tail=FULL,
-            not_started=True,
-        )
-    )
+    cannot_start(cluster, 0)
     assert cluster.core.jobs[JobId("job")].phase is JobPhase.QUEUED
     (start,) = join(cluster)
     assert start.agent_id == "another"
+
+
+@pytest.mark.parametrize("kind", [{"is_loop": True}, {"settings": {"on_rank_loss": '"fail"'}}])
+def test_what_may_lose_no_rank_and_has_not_begun_goes_back_to_the_queue(kind: dict[str, Any]) -> None:
+    """A script with its own loop, or a job that fails with a rank, failed when the disk was full just before."""
+    cluster = Cluster(2)
+    cluster.submit("job", 2, **kind)
+    tell(cluster, FULL)
+    cannot_start(cluster, 0)
+    assert cluster.core.jobs[JobId("job")].phase is JobPhase.QUEUED
+    starts = join(cluster, num_slots=2)
+    assert [(start.agent_id, start.rank) for start in starts] == [("another", 0), ("another", 1)]
+    assert cluster.core.jobs[JobId("job")].phase is JobPhase.STARTING
+
+
+def test_a_script_of_which_a_rank_has_begun_is_not_begun_again() -> None:
+    cluster = Cluster(2)
+    cluster.submit("job", 2, is_loop=True)
+    first = cluster.core.jobs[JobId("job")].ranks[Rank(0)]
+    cluster.handle(RankStarted(**first.address(JobId("job")), agent_id=AgentId("host"), log_path="/log"))
+    tell(cluster, FULL)
+    cannot_start(cluster, 1)
+    assert cluster.core.jobs[JobId("job")].phase is JobPhase.ENDED
+    assert FULL in cluster.core.jobs[JobId("job")].reason
 
 
 def test_a_job_whose_checkpoint_is_on_such_a_host_says_what_it_waits_for() -> None:

@@ -62,9 +62,12 @@ def test_a_worker_that_can_write_no_more_gets_no_ranks_until_it_can(
     there = hosts.coordinator.address
     assert "can start no ranks: --work-dir" in elche("hosts", "--coordinator", there).out
     assert "cannot be written (File exists): until it can, this host gets no more ranks" in unfit.log.read_text()
+    log = hosts.coordinator.log
+    assert re.search(r"WARNING agent=\S+ host=\S+ can start no ranks, and gets no more: --work-dir", log.read_text())
     work.unlink()
     trains(story, 0)
     assert hosts.client.hosts()[0].problem == ""
+    assert re.search(r"INFO agent=\S+ host=\S+ can start ranks again", log.read_text())
 
 
 def test_a_worker_that_gets_sigterm_leaves_with_its_work_committed(hosts: Hosts, begin: Callable[..., Story]) -> None:

@@ -70,6 +70,35 @@ def test_logs_are_followed_until_the_job_has_ended(
     assert "has no rank 7; it has 2, from 0" in missing.complaint
 
 
+def test_logs_are_followed_on_when_the_coordinator_comes_back(
+    mark: Mark, job_file: JobFile, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`elche logs -f` ended at the first broken connection."""
+    numbered = PRINTS.replace('f"a batch on {rank}"', '"no", next(numbers)')
+    path = job_file("linear.py", "import itertools\nnumbers = itertools.count()", numbered)
+    with (
+        coordinator(mark, tmp_path) as one,
+        agent(mark, tmp_path, one.address),
+        Client(one.address, token="") as client,
+    ):
+        followed, seen = client.submit(path, num_ranks=1, epochs=100_000).logs(rank=0, follow=True), list[int]()
+
+        def read(num_lines: int) -> None:
+            for _ in range(num_lines):
+                word, number, *_ = next(followed).text.split()
+                seen.extend([int(number)] if word == "no" else [])
+
+        read(20)
+        one.process.kill()
+        one.process.wait()
+        with coordinator(mark, tmp_path, data=one.data, listen=one.address):
+            while "retrying for 60 s" not in caplog.text:
+                read(1)
+            read(500)
+        followed.close()  # type: ignore[attr-defined]
+    assert seen == list(range(len(seen))), "each line comes once"
+
+
 def test_whoever_follows_leaves_when_he_likes(cluster: Cluster, job_file: JobFile) -> None:
     threads = Path(f"/proc/{cluster.agent.process.pid}/task")
     handle = cluster.client.submit(job_file("linear.py", PRINTS), num_ranks=1, epochs=10_000)

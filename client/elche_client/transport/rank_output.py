@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
+from elche.v1 import job_pb2 as pb
 from elche_client.events import LogLine
 
 POLL_S = 0.1
@@ -56,13 +57,37 @@ class RankLines:
 
     def __init__(self) -> None:
         self._open: dict[int, bytes] = {}
+        self._positions: dict[int, pb.LogPosition] = {}
+        """Of the first line that is not complete, in each log of which the coordinator has said where it begins."""
+        self._num_cut: dict[int, int] = {}
+        """Bytes that are not kept of the incomplete line."""
+
+    @property
+    def can_go_on(self) -> bool:
+        """False if a log has come of which nobody has said where in it that was: it would come once more."""
+        return self._open.keys() <= self._positions.keys()
+
+    def positions(self) -> list[pb.LogPosition]:
+        """Where the lines begin that have not come."""
+        return list(self._positions.values())
+
+    def begin(self, position: pb.LogPosition) -> None:
+        """Notes where a rank's next chunk begins. What there was of an incomplete line comes again."""
+        self._positions[position.rank] = pb.LogPosition()
+        self._positions[position.rank].CopyFrom(position)
+        self._open[position.rank], self._num_cut[position.rank] = b"", 0
 
     def add(self, rank: int, data: bytes) -> Iterator[LogLine]:
         """The lines that are complete with this chunk."""
         whole, newline, rest = (self._open.pop(rank, b"") + data).rpartition(b"\n")
+        num_cut = self._num_cut.pop(rank, 0)
         self._open[rank] = rest[-MAX_OPEN_BYTES:]
+        self._num_cut[rank] = max(0, len(rest) - MAX_OPEN_BYTES) + (0 if newline else num_cut)
         if newline:
-            yield from (_line(rank, line) for line in whole.split(b"\n"))
+            lines = whole.split(b"\n")
+            if rank in self._positions:
+                self._positions[rank].offset += num_cut + sum(len(line) - STAMP_BYTES for line in lines)
+            yield from (_line(rank, line) for line in lines)
 
     def rest(self) -> Iterator[LogLine]:
         """The incomplete last lines, at the end of the stream."""

@@ -377,11 +377,19 @@ class Artifacts:
                 yield data
 
     def log_end(
-        self, asks: Iterable[Ask], job_id: str, rank: int, max_bytes: int, absent: str, *, with_times: bool = False
+        self,
+        asks: Iterable[Ask],
+        job_id: str,
+        rank: int,
+        max_bytes: int,
+        absent: str,
+        rest: Rest | None = None,
+        *,
+        with_times: bool = False,
     ) -> AsyncGenerator[bytes]:
         """Yields the end of a rank's log, as `from_host` does."""
         stored = partial(self._stored_log_end, job_id, rank, max_bytes, with_times=with_times)
-        return self.from_host(asks, job_id, rank_log(rank), absent, stored)
+        return self.from_host(asks, job_id, rank_log(rank), absent, stored, rest)
 
     async def _stored_log_end(
         self, job_id: str, rank: int, max_bytes: int, *, with_times: bool

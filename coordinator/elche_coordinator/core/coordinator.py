@@ -439,7 +439,7 @@ class Coordinator:
                 # as killed, since it may be started again (protocol P19.6).
                 is_victim = event.exit_code < 0 or event.exit_code == LEFT_ALONE
                 death = Death.KILLED if is_victim else Death.BY_ITSELF
-                death = Death.WITH_HOST if event.not_started else death
+                death = Death.NEVER_LIVED if event.not_started else death
                 record.exit_code = event.exit_code
                 if event.was_stopped:
                     job.silence.on_was_stopped(record.rank)

@@ -93,6 +93,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                     case "host_leaves":
                         event = DrainRequested(agent_id=agent_id, is_drained=True)
                     case "host_fitness":
+                        self._log_fitness(agent_id, request.host_fitness.problem)
                         event = HostFitnessChanged(agent_id=agent_id, problem=request.host_fitness.problem)
                     case "hello":
                         raise InvalidJob("an agent says its hello once, and first")
@@ -107,6 +108,16 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             raise
         finally:
             queue.close()
+
+    def _log_fitness(self, agent_id: AgentId, problem: str) -> None:
+        """Logs whether a host can start ranks, if that has changed: it says so again when it connects again."""
+        host = self._driver.core.fleet.agents.get(agent_id)
+        if host is None or host.problem == problem:
+            return
+        if problem:
+            log.warning("agent=%s host=%s can start no ranks, and gets no more: %s", agent_id, host.host, problem)
+        else:
+            log.info("agent=%s host=%s can start ranks again", agent_id, host.host)
 
     def _has(self, agent_id: AgentId, address: Address) -> bool:
         """True if the process is on the agent's host. Of others, the core takes in nothing that an agent says, but the
@@ -124,7 +135,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                 if request.error:
                     await self._transfers.deliver(transfer, InvalidJob(request.error))
                     return agent_pb2.DeliverResponse()
-                if request.sha256:
+                if request.sha256 or request.HasField("offset"):
                     self._transfers.announce(transfer, request.sha256, request.offset)
                 await self._transfers.deliver(transfer, request.data)  # empty data is a sign of life
             await self._transfers.deliver(transfer, None)

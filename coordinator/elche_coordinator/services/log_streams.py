@@ -6,14 +6,15 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 
-from elche.errors import ElcheError, InvalidJob
-from elche.v1 import job_pb2
+from elche.errors import ElcheError, HostAway, InvalidJob
+from elche.v1 import agent_pb2, job_pb2
 from elche_coordinator.archive.artifacts import Artifacts
 from elche_coordinator.core.describe import JobView, RankView
 from elche_coordinator.job_states import BEFORE_TRAINING, ENDED
 from elche_coordinator.limits.budgets import Budget
 from elche_coordinator.roles import CALLER
 from elche_coordinator.streams.agents import Agents
+from elche_coordinator.streams.transfers import Rest
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,8 @@ MAX_RANKS = 64
 """Most logs in one answer; each needs a stream from its host."""
 POLL_S = 0.25
 """Seconds between two looks whether a queued job's ranks have begun."""
+HOST_BACK_S = 30.0
+"""Seconds for which a host is waited for whose log a client follows on."""
 DEPTH = 1
 """Chunks that may wait for a client, besides one of each log; with more, the hosts wait."""
 
@@ -106,6 +109,18 @@ async def _begun(
     return found
 
 
+async def _come_back(job_id: str, rank: RankView, agents: Agents, absent: str) -> None:
+    """Waits for the host of a log that a client follows on, since a coordinator that was just started has no host for
+    a moment. Raises `HostAway`: the artifact store knows no positions.
+    """
+    try:
+        async with asyncio.timeout(HOST_BACK_S):
+            while not agents.holders_of_log(job_id, rank):  # noqa: ASYNC110 - as in `_begun`
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        raise HostAway(absent) from None
+
+
 async def _read(
     request: job_pb2.StreamLogsRequest,
     rank: RankView,
@@ -115,17 +130,25 @@ async def _read(
 ) -> None:
     """Puts the chunks of one rank's log into `parts`, then None."""
     job_id, limit = request.job_id, min(request.max_bytes or MAX_BYTES, MAX_BYTES)
+    where, rest, is_first = f"{rank.host}:{rank.log_path}", Rest(), True
+    absent = f"the host of rank {rank.rank} is not here any more; its log is {where}"
+    how = agent_pb2.SendLog(max_bytes=limit, follow=request.follow, with_times=request.with_times)
     try:
-        follow, with_times = request.follow, request.with_times
-        ask = partial(agents.ask_for_log, job_id, rank, max_bytes=limit, follow=follow, with_times=with_times)
-        where = f"{rank.host}:{rank.log_path}"
-        absent = f"the host of rank {rank.rank} is not here any more; its log is {where}"
-        log_end = artifacts.log_end([ask], job_id, rank.rank, limit, absent, with_times=with_times)
+        for position in request.positions:
+            if (position.rank, position.log) == (rank.rank, where):
+                how.offset = position.offset
+                await _come_back(job_id, rank, agents, absent)
+        ask = partial(agents.ask_for_log, job_id, rank, how)
+        log_end = artifacts.log_end([ask], job_id, rank.rank, limit, absent, rest, with_times=request.with_times)
         async with aclosing(log_end) as chunks:
             async for data in chunks:
+                part = job_pb2.StreamLogsResponse(rank=rank.rank, data=data)
+                if rest.is_announced and is_first:
+                    part.begins.MergeFrom(job_pb2.LogPosition(rank=rank.rank, log=where, offset=rest.offset))
+                is_first = False
                 # A host whose rank writes nothing sends empty chunks, by which it notices that the client has left.
                 if data:
-                    await parts.put(job_pb2.StreamLogsResponse(rank=rank.rank, data=data))
+                    await parts.put(part)
     except ElcheError as error:
         await parts.put(job_pb2.StreamLogsResponse(rank=rank.rank, error=str(error)))
     except Exception as error:

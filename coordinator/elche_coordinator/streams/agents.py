@@ -70,13 +70,16 @@ class Agents:
         )
         return self.ask(agent_id, agent_pb2.AttendResponse(send_model=send))
 
-    def ask_for_log(self, job_id: str, rank: RankView, transfer: str, max_bytes: int, **how: bool) -> bool:
-        """Asks a host that has a rank's log to deliver its end and, with `follow=True`, what is appended; with
-        `with_times=True` with the time of each line. False when none is connected.
-        """
-        holders = self.holders(job_id, AgentId(rank.agent_id), rank.folder)
-        send = agent_pb2.SendLog(job_id=job_id, rank=rank.rank, transfer=transfer, max_bytes=max_bytes, **how)
+    def ask_for_log(self, job_id: str, rank: RankView, how: agent_pb2.SendLog, transfer: str) -> bool:
+        """Asks a host that has a rank's log to deliver it as `how` says. False when none is connected."""
+        holders = self.holders_of_log(job_id, rank)
+        send = agent_pb2.SendLog(job_id=job_id, rank=rank.rank, transfer=transfer)
+        send.MergeFrom(how)
         return bool(holders) and self.ask(holders[0], agent_pb2.AttendResponse(send_log=send))
+
+    def holders_of_log(self, job_id: str, rank: RankView) -> list[AgentId]:
+        """The connected hosts that may have a rank's log."""
+        return self.holders(job_id, AgentId(rank.agent_id), rank.folder)
 
     def holders(self, job_id: str, agent_id: AgentId, folder: str) -> list[AgentId]:
         """The connected hosts that may have what the job left with an agent that had this work folder."""

@@ -31,12 +31,14 @@ class Rest:
     """Where the data begin that come."""
     sha256: str = ""
     """SHA-256 of the whole file that comes, in hex; empty until, and unless, its sender says it."""
+    is_announced: bool = False
+    """True once the sender has said what comes."""
 
     def begins(self, sha256: str, offset: int | None = None) -> None:
         """Notes what comes: from `offset` on, by default from the first byte that the receiver lacks of this file."""
         if offset is None:
             offset = self.has_bytes if sha256 == self.of_sha256 else 0
-        self.offset, self.sha256 = offset, sha256
+        self.offset, self.sha256, self.is_announced = offset, sha256, True
 
 
 class Transfer:
@@ -64,7 +66,7 @@ class Transfers:
         return name
 
     def announce(self, name: str, sha256: str, offset: int) -> None:
-        """Notes the checksum of the file whose data follow, and where in it they begin."""
+        """Notes the checksum of the file whose data follow, "" of a log, and where in it they begin."""
         if name in self._open:
             self._open[name].rest.begins(sha256, offset)
 

@@ -20,6 +20,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from elche.errors import ElcheError, Forbidden, InvalidJob, UnknownJob
+from elche.v1 import agent_pb2
 from elche_coordinator.access.audit import Audit
 from elche_coordinator.access.credentials import Credentials
 from elche_coordinator.access.upkeep import Upkeep
@@ -281,7 +282,7 @@ class Web:
         rank = next((one for one in view.ranks if one.rank == number), None)
         if rank is None:
             return JSONResponse({"error": f"job {view.job_id} has no rank {text[:20]!r}"}, 404)
-        ask = partial(self._driver.agents.ask_for_log, view.job_id, rank, max_bytes=MAX_LOG_BYTES)
+        ask = partial(self._driver.agents.ask_for_log, view.job_id, rank, agent_pb2.SendLog(max_bytes=MAX_LOG_BYTES))
         absent = "the host of the rank, which has its log, is not connected"
         parts = [data async for data in self._artifacts.log_end([ask], view.job_id, rank.rank, MAX_LOG_BYTES, absent)]
         return PlainTextResponse(b"".join(parts).decode("utf-8", "replace"))

@@ -39,7 +39,9 @@ class DeliverRequest(_message.Message):
     error: _builtins.str
     """Why there is no file, as text for people; nothing follows."""
     offset: _builtins.int
-    """Of a model: where in the file the data that follow begin, in bytes; in the first message with `sha256`."""
+    """Where in the file the data that follow begin, in bytes: of a model, in the first message with `sha256`; of a log, in its
+    first message with data.
+    """
     sha256: _builtins.str
     """Of a model: SHA-256 of the whole file, in hex; before its first data."""
     def __init__(
@@ -48,14 +50,16 @@ class DeliverRequest(_message.Message):
         transfer: _builtins.str = ...,
         data: _builtins.bytes = ...,
         error: _builtins.str = ...,
-        offset: _builtins.int = ...,
+        offset: _builtins.int | None = ...,
         sha256: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_offset", b"_offset", "offset", b"offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "error", b"error", "offset", b"offset", "sha256", b"sha256", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_offset", b"_offset", "data", b"data", "error", b"error", "offset", b"offset", "sha256", b"sha256", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__offset: _TypeAlias = _typing.Literal["offset"]  # noqa: Y015
+    _WhichOneofArgType__offset: _TypeAlias = _typing.Literal["_offset", b"_offset"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__offset) -> _WhichOneofReturnType__offset | None: ...
 
 Global___DeliverRequest: _TypeAlias = DeliverRequest  # noqa: Y015
 
@@ -130,6 +134,7 @@ class SendLog(_message.Message):
     MAX_BYTES_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
     WITH_TIMES_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id."""
     rank: _builtins.int
@@ -144,6 +149,8 @@ class SendLog(_message.Message):
     """True if each line begins with the time at which it was written, as 2026-01-31T12:00:00Z, or 20 spaces where that is not
     known, and a space.
     """
+    offset: _builtins.int
+    """First byte to deliver, which begins a line; absent, or larger than the log: its end is delivered."""
     def __init__(
         self,
         *,
@@ -153,12 +160,15 @@ class SendLog(_message.Message):
         max_bytes: _builtins.int = ...,
         follow: _builtins.bool = ...,
         with_times: _builtins.bool = ...,
+        offset: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_offset", b"_offset", "offset", b"offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["follow", b"follow", "job_id", b"job_id", "max_bytes", b"max_bytes", "rank", b"rank", "transfer", b"transfer", "with_times", b"with_times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_offset", b"_offset", "follow", b"follow", "job_id", b"job_id", "max_bytes", b"max_bytes", "offset", b"offset", "rank", b"rank", "transfer", b"transfer", "with_times", b"with_times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__offset: _TypeAlias = _typing.Literal["offset"]  # noqa: Y015
+    _WhichOneofArgType__offset: _TypeAlias = _typing.Literal["_offset", b"_offset"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__offset) -> _WhichOneofReturnType__offset | None: ...
 
 Global___SendLog: _TypeAlias = SendLog  # noqa: Y015
 

@@ -547,6 +547,7 @@ class StreamLogsRequest(_message.Message):
     MAX_BYTES_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
     WITH_TIMES_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id."""
     rank: _builtins.int
@@ -557,6 +558,12 @@ class StreamLogsRequest(_message.Message):
     """True to stream what is appended to the logs until the ranks exit. Waits for a job that is queued."""
     with_times: _builtins.bool
     """True if each line begins with its time, as in `SendLog`."""
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogPosition]:
+        """Where to go on, by a client whose connection broke while it followed. Of a rank that is not named, or writes another log
+        now, the end comes.
+        """
+
     def __init__(
         self,
         *,
@@ -565,16 +572,47 @@ class StreamLogsRequest(_message.Message):
         max_bytes: _builtins.int = ...,
         follow: _builtins.bool = ...,
         with_times: _builtins.bool = ...,
+        positions: _abc.Iterable[Global___LogPosition] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "follow", b"follow", "job_id", b"job_id", "max_bytes", b"max_bytes", "rank", b"rank", "with_times", b"with_times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "follow", b"follow", "job_id", b"job_id", "max_bytes", b"max_bytes", "positions", b"positions", "rank", b"rank", "with_times", b"with_times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
     _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
 
 Global___StreamLogsRequest: _TypeAlias = StreamLogsRequest  # noqa: Y015
+
+@_typing.final
+class LogPosition(_message.Message):
+    """A line's beginning in a rank's log."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    LOG_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """The rank."""
+    log: _builtins.str
+    """Its log, as `StreamLogsResponse` has named it."""
+    offset: _builtins.int
+    """Bytes of the log before it, without the times that were asked for."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        log: _builtins.str = ...,
+        offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log", b"log", "offset", b"offset", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogPosition: _TypeAlias = LogPosition  # noqa: Y015
 
 @_typing.final
 class StreamLogsResponse(_message.Message):
@@ -585,22 +623,30 @@ class StreamLogsResponse(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    BEGINS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """The rank."""
     data: _builtins.bytes
     """At most 1 MiB of the log, unchanged except for the times that were asked for."""
     error: _builtins.str
     """Why this rank's log cannot be sent, as text for people; those of other ranks continue."""
+    @_builtins.property
+    def begins(self) -> Global___LogPosition:
+        """Which log it is, and where in it `data` begin, with the first of each rank; absent where the host does not say it, since
+        it is older, or gone, so that the log comes from the artifact store.
+        """
+
     def __init__(
         self,
         *,
         rank: _builtins.int = ...,
         data: _builtins.bytes = ...,
         error: _builtins.str = ...,
+        begins: Global___LogPosition | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begins", b"begins"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "error", b"error", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins", b"begins", "data", b"data", "error", b"error", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

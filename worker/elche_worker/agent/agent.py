@@ -424,7 +424,8 @@ class Agent:
         """
         sent_s = time.monotonic()
         with self._processes.files.read(path) as file:
-            file.seek(max(0, _size(file) - order.max_bytes))
+            goes_on = order.HasField("offset") and order.offset <= _size(file)
+            file.seek(order.offset if goes_on else max(0, _size(file) - order.max_bytes))
             while True:
                 # Checked before reading, so that what the rank writes before its end is still read after it.
                 is_last = self._stopped.is_set() or not self._processes.has(order.job_id, order.rank)
@@ -615,13 +616,16 @@ def _chunks(path: Path, max_bytes: int, files: RankFiles) -> Iterator[tuple[int,
 def _log_parts(
     path: Path, chunks: Iterator[tuple[int, bytes]], times: TimesReader | None
 ) -> Iterator[agent_pb2.DeliverRequest]:
-    """The chunks of a log; with `times`, the time before each line."""
+    """The chunks of a log, the first one with its offset; with `times`, the time before each line."""
+    is_first = True
     try:
         for offset, data in chunks:
             text = data if times is None else times.stamped(offset, data)
             # one message for an empty chunk, too, which shows if the reader is still there
             for start in range(0, max(1, len(text)), LOG_CHUNK_BYTES):
-                yield agent_pb2.DeliverRequest(data=text[start : start + LOG_CHUNK_BYTES])
+                piece = text[start : start + LOG_CHUNK_BYTES]
+                yield agent_pb2.DeliverRequest(data=piece, offset=offset if is_first else None)
+                is_first = False
     except OSError as error:
         yield from _refusal(f"{path} cannot be read: {error.strerror}")
 

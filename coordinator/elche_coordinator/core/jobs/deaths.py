@@ -41,7 +41,9 @@ class Death(Enum):
     KILLED = auto()
     """By a signal, or because processes of its group were killed."""
     WITH_HOST = auto()
-    """Its host was lost; the process may still run there, cut off. Or its host could not start it."""
+    """Its host was lost; the process may still run there, cut off."""
+    NEVER_LIVED = auto()
+    """Its host could not start it, such as on a full disk."""
 
 
 class FruitlessAttempts:

@@ -412,7 +412,7 @@ class ManagedJob(PlacedJob):
         checkpoint, or fails with the notice.
         """
         is_open, accusation = self.is_open, None
-        if is_open and death is not Death.WITH_HOST and not record.is_ending:
+        if is_open and death in (Death.BY_ITSELF, Death.KILLED) and not record.is_ending:
             # Before the exit is noted, which makes the rank count as one that had nothing to train.
             accusation = self.run.blame(record, self._deaths, now_s)
         self.roster.note_exit(record, counts=is_open)
@@ -430,11 +430,15 @@ class ManagedJob(PlacedJob):
             # Only this rank begins again: going back would have all load the file again.
             self.places.missing[record.rank] = now_s
             self.roster.report_lost(record, f"{notice}; it is started again")
-        elif is_open and self._goes_back(is_violent=death is not Death.BY_ITSELF):
+        elif is_open and (self._goes_back(is_violent=death is not Death.BY_ITSELF) or self._has_not_begun(death)):
             self.go_back(record.rank, notice, now_s)
         elif is_open:
             self.fail(Failure(notice, rank=record.rank, traceback=log_tail))
         self.end_if_gone()
+
+    def _has_not_begun(self, death: Death) -> bool:
+        """True if a job loses nothing by going back to the queue, also one that may lose no rank."""
+        return death is Death.NEVER_LIVED and self.phase is JobPhase.STARTING
 
     def _is_starting_with_others(self, record: RankRecord) -> bool:
         """True while the job starts, so that others would have to begin again if it went back for this rank."""

@@ -22,7 +22,8 @@ class SubmittedLoop(Loop, PlacedJob):
     """A loop that gets slots of one host for all of its ranks, or waits for them (protocol P26).
 
     It succeeds when all of its processes have exited with code 0. The first that exits otherwise fails it, and the
-    others are ended. None is started again, and none gives its slot to another job.
+    others are ended. None is started again, and none gives its slot to another job. But if its host cannot start a
+    process, such as on a full disk, and has started no other, it goes back to the queue.
     """
 
     can_scale = False
@@ -103,6 +104,11 @@ class SubmittedLoop(Loop, PlacedJob):
     def on_exited(self, record: RankRecord, death: Death, notice: str, now_s: float, *, log_tail: str = "") -> None:
         """Handles the end of a process. The job succeeds with the last, if all have exited with code 0."""
         self.roster.note_exit(record, counts=False)
+        has_begun = any(one.log_path for one in self.ranks.values())
+        if death is Death.NEVER_LIVED and self.phase is JobPhase.STARTING and not has_begun:
+            self._go_back(notice)
+        if self.phase is JobPhase.QUEUED:  # it begins again once all of these processes have ended
+            return
         self._report_epochs()
         if self.is_open and record.exit_code != 0:
             failure = Failure(_with_last_line(notice, log_tail), rank=record.rank, traceback=log_tail)
@@ -118,6 +124,12 @@ class SubmittedLoop(Loop, PlacedJob):
             else:
                 self.decide(Outcome.SUCCEEDED, "its ranks have exited")
         self.end_if_gone()
+
+    def _go_back(self, notice: str) -> None:
+        self.advance(JobTrigger.WENT_BACK, notice)
+        for other in self.ranks.values():
+            if other.phase is not RankPhase.EXITED:
+                self.roster.stop(other)
 
     def on_deadline(self) -> None:
         """Fails a loop whose ranks exited because others were gone, if no other cause was found in time. Ends processes
