@@ -86,6 +86,11 @@ class Fetch:
         self._is_plain = collate_fn is None and type(dataset) in (TensorDataset, Resident)
         """True if whole batches of the data set's tensors are indexed at once."""
 
+    @property
+    def may_draw(self) -> bool:
+        """True if samples or their collation are user code, which may draw random numbers."""
+        return not self._is_plain
+
     def __len__(self) -> int:
         return len(self._dataset)
 
