@@ -1,14 +1,16 @@
 """Batches that a loop takes before it makes steps with them, and epochs whose size changes."""
 
+import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
 from io import StringIO
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Sampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
 from elche.errors import Misuse
 from elche_worker.trainer import Trainer, TrainerConfig
@@ -167,6 +169,59 @@ def train_relabelled(num_workers: int) -> torch.Tensor:
             cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
             trainer.step()
     return flat(model)
+
+
+class Drawn(Dataset[torch.Tensor]):
+    """Draws its samples, whatever their number: a text at random offsets, pairs of images."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, _: int) -> torch.Tensor:
+        return torch.tensor([torch.rand(()).item(), random.random(), float(np.random.rand())])
+
+
+def with_noise(items: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([torch.stack(items), torch.rand(len(items), 1)], dim=1)
+
+
+def take_drawn(num_workers: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two epochs of this rank's part, and what the script itself draws next."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model = torch.nn.Linear(4, 1)
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0))
+    loader = DataLoader(Drawn(), batch_size=8, collate_fn=with_noise, num_workers=num_workers)
+    trainer.set_data_loader(loader, names=("drawn",))
+    taken = []
+    for epoch in trainer.epochs(2):
+        for batch in trainer.epoch(epoch):
+            taken.append(batch["drawn"])
+            model(batch["drawn"]).mean().backward()
+            trainer.step()
+    return torch.cat(taken), torch.rand(1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_ranks_that_are_seeded_alike_draw_other_samples(worlds: Worlds, num_workers: int) -> None:
+    """Without worker processes the two ranks trained the same samples, in a loop whose data set draws them."""
+    (first, first_next), (second, second_next) = worlds.run(2, take_drawn, num_workers)
+    assert len(first) + len(second) == 2 * 64
+    for drawn in torch.cat([first, second]).T:
+        assert len(drawn.unique()) == 2 * 64
+    assert torch.equal(first_next, second_next)
+
+
+def test_on_one_process_a_data_set_draws_as_without_elche(worlds: Worlds) -> None:
+    ((taken, following),) = worlds.run(1, take_drawn, 0)
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    torch.nn.Linear(4, 1)
+    loader = DataLoader(Drawn(), batch_size=8, collate_fn=with_noise)
+    assert torch.equal(taken, torch.cat([batch for _ in range(2) for batch in loader]))
+    assert torch.equal(following, torch.rand(1))
 
 
 def relabel(loader: "DataLoader[tuple[torch.Tensor, ...]]", epoch: int) -> None:

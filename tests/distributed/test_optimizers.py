@@ -194,6 +194,44 @@ class Wrapper(SGD):
         self.inner.step(closure)
 
 
+class Delegating(SGD):
+    """Has nothing of its own but the optimizer in it, hooks included, as Fabric's wrappers do."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.__dict__["_inner"] = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_inner"], name)
+
+    def step(self, closure: Any = None) -> None:
+        self.__dict__["_inner"].step()
+
+
+def step_delegating(by_habit: bool) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(4)
+    model, alone = nn.Linear(3, 2), nn.Linear(3, 2)
+    trainer = Trainer.setup(model, Delegating(SGD(model.parameters(), lr=0.1)))
+    alone.load_state_dict(model.state_dict())
+    optimizer = SGD(alone.parameters(), lr=0.1)
+    for step in range(3):
+        inputs = torch.arange(6.0).view(2, 3) + step
+        model(inputs[trainer.rank :][:1]).pow(2).mean().backward()
+        trainer.optimizer.step() if by_habit else trainer.step()
+        alone(inputs).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model), flat(alone)
+
+
+def test_an_optimizer_that_steps_the_one_it_wraps_is_stepped(worlds: Worlds) -> None:
+    """`trainer.step()` was refused with the advice to call it, in a loop whose optimizer `fabric.setup` had wrapped."""
+    for parameters, expected in worlds.run(2, step_delegating, False):
+        torch.testing.assert_close(parameters, expected)
+    for raised in worlds.run(2, step_delegating, True, may_raise=True):
+        assert isinstance(raised, Raised)
+        assert "gradients of this rank alone" in raised.message
+
+
 def step_beside(what: str) -> str:
     net, loss = nn.Linear(2, 2), nn.Linear(2, 1)
     errors = io.StringIO()

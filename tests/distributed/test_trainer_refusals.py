@@ -10,7 +10,7 @@ from itertools import cycle
 from multiprocessing import current_process
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -872,6 +872,26 @@ def test_gradients_that_a_loop_clears_with_its_own_step_were_there() -> None:
         optimizer.zero_grad()
         trainer.finish_step()
     assert "gradient" not in errors.getvalue()
+
+
+def test_gradients_that_hooks_of_backward_have_stepped_were_there() -> None:
+    """As in PyTorch's tutorial, with an optimizer for each parameter: the model was said to stay as it is."""
+    model = new_model()
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[cast(nn.Parameter, parameter)].step()
+        parameter.grad = None
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step)
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), Trainer.setup(model, list(optimizers.values())) as trainer:
+        for _ in range(2):
+            model(torch.ones(2, 6)).sum().backward()
+            trainer.step()
+    assert "no parameter of the model has a gradient" not in errors.getvalue()
+    assert "leave the former out (several ranks refuse it)" in errors.getvalue()
 
 
 @pytest.mark.parametrize(("num_own", "is_said"), [(0, False), (1, False), (3, True)])

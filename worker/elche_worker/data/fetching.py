@@ -103,6 +103,11 @@ class Fetch:
         """The user's data set."""
         return self._dataset
 
+    @property
+    def may_draw(self) -> bool:
+        """True if samples or their collation are user code, which may draw random numbers."""
+        return not self._is_plain
+
     def __len__(self) -> int:
         return len(self._dataset)
 

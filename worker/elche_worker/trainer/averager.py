@@ -1,6 +1,7 @@
 """Averages the gradients of those optimizers that are stepped."""
 
 from collections.abc import Sequence
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -46,9 +47,10 @@ class GradientAverager:
                 sparse=sparse,
             )
             if hasattr(one, "_optimizer_step_pre_hooks"):  # wrappers of another optimizer may not call `__init__`
+                # By key: a wrapper, as Fabric's, may share its hooks with the optimizer in it, which they then name.
                 self._hooks += [
-                    one.register_step_pre_hook(self._check_before),
-                    one.register_step_post_hook(lambda optimizer, *_: self._check_averaged(optimizer)),
+                    one.register_step_pre_hook(partial(self._check_before, key)),
+                    one.register_step_post_hook(partial(self._check_averaged, key)),
                 ]
         self.weigh(1 / self._world.size)
 
@@ -107,14 +109,14 @@ class GradientAverager:
         for key in self.averaged:
             self.gradients[key].replace()
 
-    def _check_before(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _check_before(self, key: Key, _: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         # With a closure the check cannot decide: it computes the gradients itself, and may average them.
         if not any(arguments) and not any(named.values()):
-            self._check_averaged(optimizer)
+            self._check_averaged(key)
 
-    def _check_averaged(self, optimizer: Optimizer) -> None:
-        if not any(self._optimizers.by_key[key] is optimizer for key in self.averaged):
-            check_unscaled(optimizer)
+    def _check_averaged(self, key: Key, *_: Any) -> None:
+        if key not in self.averaged:
+            check_unscaled(self._optimizers.by_key[key])
             raise Misuse(
                 "the optimizer is stepped with gradients of this rank alone: call trainer.step() instead, or "
                 "trainer.average_gradients() before it and trainer.finish_step() after it"

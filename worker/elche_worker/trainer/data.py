@@ -267,10 +267,13 @@ class Data:
         is_plain = loader.collate_fn is torch.utils.data.default_collate
         dataset = self._transfer.place(loader.dataset) if is_plain and not loader.num_workers else loader.dataset
         fetch = Fetch(dataset, None if is_plain else loader.collate_fn, "", seed=0)
+        fetched, collate = fetch, fetch.collate
+        if not loader.num_workers and self._world.size > 1 and fetch.may_draw:
+            fetched, collate = _Seeded(fetch), _as_it_is
         return DataLoader(
-            fetch,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
+            fetched,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
             batch_sampler=self._parts,
-            collate_fn=fetch.collate,
+            collate_fn=collate,
             num_workers=loader.num_workers,
             prefetch_factor=loader.prefetch_factor,
             pin_memory=loader.pin_memory and dataset is loader.dataset,  # what is on the device cannot be pinned
@@ -329,6 +332,26 @@ def _check_has_all(dataset: Any, remaining: torch.Tensor, epoch: int) -> None:
             f"trained, and the data set has {len(dataset)} samples now: resume with the data set of then, or begin a "
             "new training with the checkpoint's weights"
         )
+
+
+class _Seeded:
+    """Gives a `Fetch`'s batches, for which user code draws other random numbers than for other ranks' parts: ranks that
+    the script has seeded alike would draw the same crops, or the same samples where the data set draws these. On one
+    process it draws from the script's own generators, as without elche.
+    """
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+
+    def __len__(self) -> int:
+        return len(self._fetch)
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self._fetch.batch(indices)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 class _Parts:
