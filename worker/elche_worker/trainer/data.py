@@ -267,7 +267,8 @@ class Data:
         is_plain = loader.collate_fn is torch.utils.data.default_collate
         dataset = self._transfer.place(loader.dataset) if is_plain and not loader.num_workers else loader.dataset
         fetch = Fetch(dataset, None if is_plain else loader.collate_fn, "", seed=0)
-        fetched, collate = fetch, fetch.collate
+        fetched: Fetch | _Seeded = fetch
+        collate: Callable[[Any], Any] = fetch.collate
         if not loader.num_workers and self._world.size > 1 and fetch.may_draw:
             fetched, collate = _Seeded(fetch), _as_it_is
         return DataLoader(
@@ -392,11 +393,12 @@ def check_loader(loader: Any) -> str:
         return f"set_data_loader needs a torch DataLoader, not {type(loader).__name__}"
     if isinstance(loader.dataset, IterableDataset):
         return "set_data_loader needs a map-style data set, with len() and [index]; iterate others in your own loop"
-    if type(loader).__iter__ is not DataLoader.__iter__:
+    # That of torchdata's StatefulDataLoader only counts, and elche keeps the position itself.
+    if type(loader).__iter__ is not DataLoader.__iter__ and not type(loader).__module__.startswith("torchdata."):
         return (
-            f"{type(loader).__name__} has an __iter__ of its own, which would not be called, since every rank reads the "
-            "samples of its parts itself: give a torch DataLoader, and let collate_fn do what that __iter__ does to "
-            "batches. Samples are fetched ahead, and an epoch goes on in its middle, without it"
+            f"{type(loader).__name__} has an __iter__ of its own, which would not be called, since every rank reads "
+            "the samples of its parts itself: give a torch DataLoader, and let collate_fn do what that __iter__ does "
+            "to batches. Samples are fetched ahead, and an epoch goes on in its middle, without it"
         )
     if isinstance(loader.sampler, DistributedSampler):
         return "give set_data_loader the loader without its DistributedSampler: it splits every batch itself"
