@@ -19,7 +19,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_value_
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from elche.errors import Misuse
 from elche_worker.collectives import world
