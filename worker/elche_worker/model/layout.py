@@ -151,8 +151,8 @@ class Layout:
         return self._device is not None
 
     def check(self, model: nn.Module) -> None:
-        """Raises `InvalidJob` if parameters that were frozen or missing when training began are trained now, a module was
-        replaced, or an optimizer has other groups.
+        """Raises `InvalidJob` if parameters that were frozen or missing when training began are trained now, a module
+        was replaced, or an optimizer has other groups.
         """
         parameters = dict(model.named_parameters())
         places = {entry.name: entry.find() for entry in self.entries if entry.is_trained}
@@ -163,8 +163,8 @@ class Layout:
                 raise InvalidJob(f"the module of the model's {name} was replaced while it is trained: {FIXED}")
         if sizes_of(self._optimizers) != self._sizes:
             raise InvalidJob(
-                f"the optimizer's groups of parameters have changed: {FIXED}. Let optimizer() return all groups: a rank "
-                "that is started again, or goes on from a checkpoint, has those"
+                f"the optimizer's groups of parameters have changed: {FIXED}. Let optimizer() return all groups: a "
+                "rank that is started again, or goes on from a checkpoint, has those"
             )
         self._check_kept()
 

@@ -371,9 +371,9 @@ def check_loader(loader: Any) -> str:
         return "set_data_loader needs a map-style data set, with len() and [index]; iterate others in your own loop"
     if type(loader).__iter__ is not DataLoader.__iter__:
         return (
-            f"{type(loader).__name__} has an __iter__ of its own, which would not be called, since every rank reads the "
-            "samples of its parts itself: give a torch DataLoader, and let collate_fn do what that __iter__ does to "
-            "batches. Samples are fetched ahead, and an epoch goes on in its middle, without it"
+            f"{type(loader).__name__} has an __iter__ of its own, which would not be called, since every rank reads "
+            "the samples of its parts itself: give a torch DataLoader, and let collate_fn do what that __iter__ does "
+            "to batches. Samples are fetched ahead, and an epoch goes on in its middle, without it"
         )
     if isinstance(loader.sampler, DistributedSampler):
         return "give set_data_loader the loader without its DistributedSampler: it splits every batch itself"
