@@ -228,6 +228,7 @@ def test_a_worker_process_that_dies_is_an_error() -> None:
     [
         EOFError(),
         ConnectionResetError(104, "reset"),
+        FileNotFoundError(2, "No such file or directory"),
         RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed"),
     ],
 )
@@ -244,6 +245,21 @@ def test_worker_processes_are_forked_whatever_the_start_method_is() -> None:
     context = loader._loader.multiprocessing_context
     loader.stop()
     assert context.get_start_method() == "fork"
+
+
+class Exiting(Indices):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        raise SystemExit("no such folder")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_data_set_that_exits_is_told_where_batches_are_taken(num_workers: int) -> None:
+    """In a worker process all that was said was FileNotFoundError, of the connection to it."""
+    loader, wake = loader_of(Exiting(10**9), num_workers)
+    loader.add(LeasedPart(id=1, epoch=0, offset=0, size=10))
+    with pytest.raises((UserCodeRaised, SystemExit), match="no such folder"):
+        take(loader, wake)
+    loader.stop()
 
 
 class Told(Indices):

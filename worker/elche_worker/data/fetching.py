@@ -141,11 +141,11 @@ class Fetch:
             for index in indices:
                 samples.append(self._dataset[index])
             return samples
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._note_shrunk(error, max(indices, default=-1))
             return self._broken(error, f"at sample {index} of the data set" if index is not None else "")
 
-    def _note_shrunk(self, error: Exception, last: int) -> None:
+    def _note_shrunk(self, error: BaseException, last: int) -> None:
         try:
             now = len(self._dataset)
         except Exception:  # of the user's code; the first error counts
@@ -185,7 +185,7 @@ class Fetch:
             if isinstance(samples, Together) and self._collate_fn is not default_collate:
                 return self._collate_fn(samples.given)
             return self._collate_fn(samples)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return self._broken(error, "in collating a batch")
 
     def _without_none(self, samples: list[Any]) -> FetchError | None:
@@ -201,7 +201,9 @@ class Fetch:
         )
         return FetchError(why, "", InvalidJob(why))
 
-    def _broken(self, error: Exception, where: str) -> FetchError:
+    def _broken(self, error: BaseException, where: str) -> FetchError:
+        if isinstance(error, SystemExit) and get_worker_info() is None:  # it would end a worker process without a word
+            raise error
         if where:
             error.add_note(where)
         if OF_ONE_THREAD in str(error):
@@ -210,7 +212,7 @@ class Fetch:
                 "one that makes the data set; or give num_workers=0"
             )
         raised = describe_raised(error, self._file_name)
-        return FetchError(str(raised), raised.traceback, error)
+        return FetchError(str(raised), raised.traceback, error if isinstance(error, Exception) else None)
 
 
 def _epoch_of(indices: list[int]) -> int:

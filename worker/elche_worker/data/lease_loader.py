@@ -104,7 +104,9 @@ class WorkerLost(ElcheError, RuntimeError):
         """Converts an error of the loader that shows a worker's death, by torch's message or a closed connection;
         returns others unchanged.
         """
-        is_lost = isinstance(error, EOFError | ConnectionError) or "DataLoader worker" in str(error)
+        # The last: the socket of a worker from which a tensor is to come.
+        is_closed = isinstance(error, EOFError | ConnectionError | FileNotFoundError)
+        is_lost = is_closed or "DataLoader worker" in str(error)
         words = next(iter(str(error).splitlines()), "") or type(error).__name__
         return cls(f"a worker process of the loader (num_workers) has died: {words}") if is_lost else error
 

@@ -50,7 +50,7 @@ def problem_of_model(model: nn.Module) -> str:
                 "its values, first, as by model.to_empty(device='cpu') and its own initialisation or load_state_dict()"
             )
     for name, one in model.named_parameters():
-        if one.is_inference():
+        if not is_lazy(one) and one.is_inference():
             return (
                 f"the model's {name} was made in torch.inference_mode(), where no parameter can be trained or written "
                 "to: make the model outside of it, or within torch.no_grad()"
