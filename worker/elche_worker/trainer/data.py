@@ -267,12 +267,12 @@ class Data:
         is_plain = loader.collate_fn is torch.utils.data.default_collate
         dataset = self._transfer.place(loader.dataset) if is_plain and not loader.num_workers else loader.dataset
         fetch = Fetch(dataset, None if is_plain else loader.collate_fn, "", seed=0)
-        fetched: Fetch | _Seeded = fetch
+        fetched: Any = fetch
         collate: Callable[[Any], Any] = fetch.collate
         if not loader.num_workers and self._world.size > 1 and fetch.may_draw:
             fetched, collate = _Seeded(fetch), _as_it_is
         return DataLoader(
-            fetched,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
+            fetched,  # it has what a loader needs of a Dataset
             batch_sampler=self._parts,
             collate_fn=collate,
             num_workers=loader.num_workers,
