@@ -64,7 +64,8 @@ RECONNECT_S = 60.0
 RECONNECT_EVERY_S = 1.0
 """Seconds between its attempts."""
 STEADY_S = 5.0
-"""A watch that has lasted for this many seconds gets the whole waiting time again when it is lost."""
+"""A watch that goes on for this many seconds after its first event gets the whole waiting time again when it is lost.
+"""
 LOG_BYTES = 64 * 1024
 """Default bytes of each rank's log."""
 NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
@@ -386,14 +387,16 @@ class Client:
         if follow:
             self.get(job_id)  # a job that is queued is answered late, and then its coordinator is known
         while True:
-            began_s = time.monotonic()
+            heard_s = math.inf
             try:
-                yield from self._logs_once(request, lines)
+                for line in self._logs_once(request, lines):
+                    heard_s = min(heard_s, time.monotonic())
+                    yield line
                 return
             except Unreachable as error:
                 if not follow or not lines.can_go_on:
                     raise
-                lost_s = self._outlast(error, began_s, lost_s)
+                lost_s = self._outlast(error, heard_s, lost_s)
                 del request.positions[:]
                 request.positions.extend(lines.positions())
 
@@ -431,21 +434,23 @@ class Client:
         """
         lost_s = -math.inf
         while True:
-            began_s = time.monotonic()
+            heard_s = math.inf
             try:
                 for event in self._watch_once(job_id):
+                    heard_s = min(heard_s, time.monotonic())
                     yield event
                     if isinstance(event, JobResult):
                         return
             except Unreachable as error:
-                lost_s = self._outlast(error, began_s, lost_s)
+                lost_s = self._outlast(error, heard_s, lost_s)
 
-    def _outlast(self, error: Unreachable, began_s: float, lost_s: float) -> float:
-        """Waits before a stream that began at `began_s` is tried again; returns since when it is lost. Raises the error
-        once that has been for too long.
+    def _outlast(self, error: Unreachable, heard_s: float, lost_s: float) -> float:
+        """Waits before a stream is tried again that said its first word at `heard_s`; returns since when it is lost.
+        Raises the error once that has been for too long.
         """
         now_s = time.monotonic()
-        if lost_s == -math.inf or now_s - began_s > STEADY_S:
+        # Not from its beginning: to a host that is gone, a connection is tried for 20 s.
+        if lost_s == -math.inf or now_s - heard_s > STEADY_S:
             lost_s = now_s
             if self._was_answered and self._reconnect_s:
                 log.warning("%s; retrying for %.0f s", error, self._reconnect_s)

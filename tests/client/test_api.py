@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -22,6 +24,7 @@ from elche_client import (
     RankView,
     RoundReport,
 )
+from elche_client import client as client_module
 from support.scripted import (
     CANCELLED,
     EPOCH,
@@ -319,6 +322,26 @@ def test_a_watch_outlasts_a_coordinator_that_comes_back() -> None:
     with connected(Restarted(VIEW)) as client:
         kinds = [type(event) for event in client.job("j-1").watch()]
     assert kinds == [JobView, JobView, JobResult]
+
+
+def test_a_watch_of_a_coordinator_that_is_gone_for_good_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host has lost power: each connection is tried for 20 s, which counted as a watch that had lasted."""
+    now_s, attempts = [0.0], list[float]()
+
+    def watch_once(self: Client, job_id: str) -> Iterator[JobView]:
+        attempts.append(now_s[0])
+        assert len(attempts) < 9
+        if len(attempts) == 1:
+            yield from watch(self, job_id)
+        now_s[0] += 20
+        raise Unreachable("connection timed out")
+
+    watch = Client._watch_once
+    monkeypatch.setattr(Client, "_watch_once", watch_once)
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=lambda s: None))
+    with connected(ScriptedJobs(VIEW, grpc.StatusCode.UNAVAILABLE)) as client, pytest.raises(Unreachable):
+        list(client.job("j-1").watch())
+    assert attempts == [0, 0, 20, 40]
 
 
 def test_a_coordinator_that_stops_breaks_the_watch() -> None:

@@ -24,9 +24,7 @@ def cannot_start(cluster: Cluster, rank: int) -> list[Command]:
     """What follows when the host says that it cannot start a rank of the job."""
     record = cluster.core.jobs[JobId("job")].ranks[Rank(rank)]
     address = record.address(JobId("job"))
-    return cluster.handle(
-        RankExited(**address, agent_id=AgentId("host"), exit_code=1, log_tail=FULL, not_started=True)
-    )
+    return cluster.handle(RankExited(**address, agent_id=AgentId("host"), exit_code=1, log_tail=FULL, not_started=True))
 
 
 def join(cluster: Cluster, folder: str = "", num_slots: int = 1) -> list[StartRank]:

@@ -76,7 +76,11 @@ def test_logs_are_followed_on_when_the_coordinator_comes_back(
     """`elche logs -f` ended at the first broken connection."""
     numbered = PRINTS.replace('f"a batch on {rank}"', '"no", next(numbers)')
     path = job_file("linear.py", "import itertools\nnumbers = itertools.count()", numbered)
-    with coordinator(mark, tmp_path) as one, agent(mark, tmp_path, one.address), Client(one.address, token="") as client:
+    with (
+        coordinator(mark, tmp_path) as one,
+        agent(mark, tmp_path, one.address),
+        Client(one.address, token="") as client,
+    ):
         followed, seen = client.submit(path, num_ranks=1, epochs=100_000).logs(rank=0, follow=True), list[int]()
 
         def read(num_lines: int) -> None:
