@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 
 from elche.logs import JsonLines, TextLines, fields, is_of_interest, print_reason
+from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.messages.reports import UserEvent
+from elche_coordinator.loop_health import LoopHealth
+from elche_coordinator.streams.watchers import Watchers
 
 
 def record(text: str, *arguments: Any, level: int = logging.INFO, **more: Any) -> logging.LogRecord:
@@ -84,3 +88,13 @@ def test_a_caller_who_goes_in_the_middle_of_an_answer_is_no_error() -> None:
     bug = record("Unexpected [%s] raised by servicer method [%s]", "KeyError", "/elche.v1.JobService/FetchModel")
     broken.name = bug.name = "grpc._cython.cygrpc"
     assert [is_of_interest(one) for one in (broken, bug)] == [False, True]
+
+
+def test_what_the_coordinator_notes_of_a_rank_is_logged_and_what_user_code_says_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """That checkpoints cannot be written was on the page and in watches, where nobody may have looked."""
+    watchers, text = Watchers(LoopHealth()), "/c/1 cannot be written: no space, on h: training goes on"
+    watchers.publish(JobId("j"), UserEvent(rank=1, text=text))
+    watchers.publish(JobId("j"), UserEvent(rank=1, text="a picture", is_of_user=True))
+    assert [(one.levelname, one.getMessage()) for one in caplog.records] == [("WARNING", f"job=j rank 1: {text}")]

@@ -98,6 +98,9 @@ class Watchers:
                 )
             case reports.JobResult():
                 self._end(job_id, report)
+            case reports.UserEvent() if not report.is_of_user:
+                text = describe_report(report)[:MAX_LOGGED]
+                log.warning("job=%s %s", job_id, text, extra=fields(rank=report.rank))
             case reports.RoundReport() | reports.UserEvent():
                 pass  # not logged: there may be many a second
             case _:

@@ -234,7 +234,7 @@ class Job(ABC):
     def on_user_event(self, event: UserEventRecorded) -> None:
         """Publishes an event of user code. Refused after the result, which is the last report to watchers."""
         if self.result is None:
-            report = UserEvent(rank=event.rank, text=event.text, num_dropped=event.num_dropped)
+            report = UserEvent(rank=event.rank, text=event.text, num_dropped=event.num_dropped, is_of_user=True)
             self.outbox.publish(report)
         else:
             self.refuse_now(event, "nothing follows the result")

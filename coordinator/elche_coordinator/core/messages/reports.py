@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from elche import reports
-from elche.reports import EpochReport, EvaluationReport, MembershipReport, RankResult, StallReport, UserEvent
+from elche.reports import EpochReport, EvaluationReport, MembershipReport, RankResult, StallReport
 from elche_coordinator.core.messages.spec import JobSpec, RecordedRound
 
 __all__ = [
@@ -58,6 +58,14 @@ class Checkpoint(reports.Checkpoint):
         folder = self.path.rpartition("/")[0]
         found = replace(spec, resume=folder, resume_version=self.version)
         return replace(found, resume_host=self.host, resume_work_folder=self.work_folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserEvent(reports.UserEvent):
+    """An event of a rank, by user code or by the coordinator."""
+
+    is_of_user: bool = False
+    """True if user code has recorded it; such events are not logged, as there may be many a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
