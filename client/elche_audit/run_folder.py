@@ -114,9 +114,8 @@ def _check_same_job(run: RunFolder) -> None:
             run.missing.append(f"{file.name} is a file of job {file.start.job}, not of {run.job}")
             run.has_all_files = False
         if file.torn_bytes:
-            run.notes.append(
-                f"{file.who} ends within a record, of which {file.torn_bytes} bytes are there: its process was killed"
-            )
+            there = f"{file.who} ends within a record, of which {file.torn_bytes} bytes are there"
+            run.notes.append(f"{there}: its process was killed, or its disk was full")
 
 
 def _read_record(folder: Path, run: RunFolder) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 import grpc
 
 from elche.errors import ElcheError, HostAway, JobFailed, UnknownJob, Unreachable
-from elche.mapping import from_message
+from elche.mapping import from_message, to_message
 from elche.network import user_at_host
 from elche.notebook import show_live
 from elche.requirements import inline_requirements
@@ -47,7 +47,7 @@ from elche_client.transport.codec import (
 )
 from elche_client.transport.connection import connect
 from elche_client.transport.draft import Draft
-from elche_client.transport.rank_output import RankLines
+from elche_client.transport.rank_output import LogPosition, RankLines
 from elche_client.transport.upload import entry_of, file_of_module, folder_of, upload
 
 log = logging.getLogger(__name__)
@@ -398,7 +398,7 @@ class Client:
                     raise
                 lost_s = self._outlast(error, heard_s, lost_s)
                 del request.positions[:]
-                request.positions.extend(lines.positions())
+                request.positions.extend(to_message(one, pb.LogPosition) for one in lines.positions())
 
     def _logs_once(self, request: pb.StreamLogsRequest, lines: RankLines) -> Iterator[LogLine]:
         with self._calling(request.job_id):
@@ -409,7 +409,7 @@ class Client:
                     if part.error:
                         yield LogLine(rank=part.rank, error=part.error)
                     if part.HasField("begins"):
-                        lines.begin(part.begins)
+                        lines.begin(from_message(part.begins, LogPosition))
                     if part.data:
                         yield from lines.add(part.rank, part.data)
                 yield from lines.rest()

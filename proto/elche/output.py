@@ -45,8 +45,8 @@ def take_any_text(*, encoding: str | None = None) -> None:
 def notice(text: object) -> None:
     """Writes a line to standard error, if it can be written: a closed pipe or a full disk must not end a training."""
     if sys.stderr is not None:
-        with suppress(OSError, ValueError):
-            print(f"elche: {text}", file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError):  # in one piece: another thread may write at the same time
+            print(f"elche: {text}\n", end="", file=sys.stderr, flush=True)
 
 
 def add_flush() -> None:

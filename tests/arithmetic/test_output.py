@@ -4,6 +4,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,26 @@ def test_a_notice_ends_nothing(monkeypatch: pytest.MonkeyPatch, opened: Callable
     if stream is not None:
         with pytest.raises(OSError):  # as without `notice`
             print("epoch 1", file=stream)
+
+
+def test_a_notice_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads of a loop lost the coordinator, and their two lines were one."""
+    raw = Pieces()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(raw, encoding="utf-8", write_through=True))
+    notice("training goes on")
+    assert list(filter(None, raw.written)) == [b"elche: training goes on\n"]
+
+
+class Pieces(io.BytesIO):
+    """What is written, piece by piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+
+    def write(self, data: Any) -> int:
+        self.written.append(bytes(data))
+        return len(data)
 
 
 def test_the_last_words_of_a_process_are_no_frame_around_them() -> None:

@@ -3,9 +3,16 @@
 from pathlib import Path
 from queue import SimpleQueue
 
-from elche.v1 import job_pb2 as pb
 from elche_client.display.progress import printed_text
-from elche_client.transport.rank_output import EXIT_NOTE, MAX_LINE_CHARS, MAX_LINES, LogTail, RankLines, RankOutput
+from elche_client.transport.rank_output import (
+    EXIT_NOTE,
+    MAX_LINE_CHARS,
+    MAX_LINES,
+    LogPosition,
+    LogTail,
+    RankLines,
+    RankOutput,
+)
 
 
 def texts(tail: LogTail) -> dict[str, list[str]]:
@@ -22,13 +29,13 @@ def test_lines_that_come_in_parts_of_several_ranks_stay_whole() -> None:
 
 def test_a_log_is_gone_on_with_at_the_line_that_was_not_whole() -> None:
     at, lines = b"2026-01-31T12:00:00Z ", RankLines()
-    lines.begin(pb.LogPosition(rank=0, log="h:/log", offset=100))
+    lines.begin(LogPosition(rank=0, log="h:/log", offset=100))
     assert not list(lines.add(0, at + b"cut"))
     long = at + b"x" * 200_000
     texts = [line.text for part in (b" line\n" + at + b"two\n", long, b"yy") for line in lines.add(0, part)]
     assert texts == ["cut line", "two"]
     assert lines.can_go_on
-    assert lines.positions() == [pb.LogPosition(rank=0, log="h:/log", offset=100 + len("cut line\ntwo\n"))]
+    assert lines.positions() == [LogPosition(rank=0, log="h:/log", offset=100 + len("cut line\ntwo\n"))]
     list(lines.add(0, b"\n"))
     assert lines.positions()[0].offset == 113 + 200_002 + 1
     list(lines.add(1, b"of a host that does not say where"))

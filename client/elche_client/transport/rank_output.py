@@ -10,7 +10,6 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
-from elche.v1 import job_pb2 as pb
 from elche_client.events import LogLine
 
 POLL_S = 0.1
@@ -52,12 +51,21 @@ def _shown(line: bytes) -> str:
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
 
 
+@dataclass(slots=True, kw_only=True)
+class LogPosition:
+    """A line's beginning in a rank's log."""
+
+    rank: int
+    log: str
+    offset: int
+
+
 class RankLines:
     """Assembles lines from chunks of several ranks' logs, with times."""
 
     def __init__(self) -> None:
         self._open: dict[int, bytes] = {}
-        self._positions: dict[int, pb.LogPosition] = {}
+        self._positions: dict[int, LogPosition] = {}
         """Of the first line that is not complete, in each log of which the coordinator has said where it begins."""
         self._num_cut: dict[int, int] = {}
         """Bytes that are not kept of the incomplete line."""
@@ -67,14 +75,13 @@ class RankLines:
         """False if a log has come of which nobody has said where in it that was: it would come once more."""
         return self._open.keys() <= self._positions.keys()
 
-    def positions(self) -> list[pb.LogPosition]:
+    def positions(self) -> list[LogPosition]:
         """Where the lines begin that have not come."""
         return list(self._positions.values())
 
-    def begin(self, position: pb.LogPosition) -> None:
+    def begin(self, position: LogPosition) -> None:
         """Notes where a rank's next chunk begins. What there was of an incomplete line comes again."""
-        self._positions[position.rank] = pb.LogPosition()
-        self._positions[position.rank].CopyFrom(position)
+        self._positions[position.rank] = position
         self._open[position.rank], self._num_cut[position.rank] = b"", 0
 
     def add(self, rank: int, data: bytes) -> Iterator[LogLine]:
