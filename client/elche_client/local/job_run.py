@@ -136,7 +136,7 @@ class LocalRun:
             as_json=self.as_json or self.as_events,
             as_event=self.as_events,
             record_path=record_path,
-            resume=self._hint(),
+            resume=self._hint(was_refused=result.invalid),
         )
         return code
 
@@ -205,13 +205,16 @@ class LocalRun:
         for printed in (*(one for one in waiting if isinstance(one, RankOutput)), *late):
             click.echo(printed_text(printed), err=self.as_json or self.as_events)
 
-    def _hint(self) -> str:
-        """The command that resumes from the run's newest checkpoint; "" if it has none."""
+    def _hint(self, *, was_refused: bool = False) -> str:
+        """The command that resumes from the run's newest checkpoint, or else from the one with which it began, unless
+        that was refused; "" if there is none.
+        """
         if self.folder is not None:
             with suppress(InvalidJob):
                 checkpoints_in(self.folder)
                 return resume_hint(f"elche resume {shlex.quote(str(self.folder))}")
-        place = self.record.checkpoint.path if self.record.checkpoint else self.options.resume
+        before = "" if was_refused else self.options.resume
+        place = self.record.checkpoint.path if self.record.checkpoint else before
         if not place:
             return ""
         file = f" {shlex.quote(str(self.path))}" if "://" in place else ""
