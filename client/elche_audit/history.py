@@ -1,8 +1,10 @@
 """Puts the ranks' files together: which rounds made which versions, and of what samples."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any
 
 from elche_audit.coverage import CoveredPiece, Ranges, joined, ranges_of
 from elche_audit.rank_file import Entered, RankFile, Received, TrainedBatch
@@ -97,40 +99,44 @@ class Evidence:
 
     told: set[tuple[str, int, int]]
     """File, round and version of each round that the coordinator has said to be committed."""
-    gone_on: set[tuple[str, int]]
-    """File and version of each model with which a rank has entered a later round."""
-    used: set[int]
-    """Versions with which any rank, or the next attempt, has gone on, and those of checkpoints, which may be gone."""
-    recorded: set[object]
-    """Generation and parts of each round in the coordinator's record."""
+    kept: set[tuple[int, int]]
+    """Version and samples of the attempt's checkpoints, and of that with which the next attempt began."""
+    gone_on: set[tuple[str, int]] = field(default_factory=set)
+    """File and version of each model with which a rank has entered a committed round."""
 
     @classmethod
-    def of(cls, run: RunFolder, attempt: int, files: Sequence[RankFile], next_base: int | None) -> "Evidence":
-        """The evidence for the rounds of one attempt. `next_base`: the version with which the next one began."""
-        gone_on = {(file.name, entry.version) for file in files for entry in file.rounds}
+    def of(cls, run: RunFolder, attempt: Attempt, following: Attempt | None) -> "Evidence":
+        """The evidence for the rounds of one attempt."""
+        kept = {(books.version, books.samples) for books in run.checkpoints if books.attempt == attempt.number}
         return cls(
-            told={(file.name, commit.round, commit.version) for file in files for commit in file.commits},
-            gone_on=gone_on,
-            used={version for _, version in gone_on}
-            | {books.version for books in run.checkpoints if books.attempt == attempt}
-            | ({next_base} if next_base is not None else set()),
-            recorded={(one.generation, one.parts) for one in run.rounds or ()},
+            told={(file.name, commit.round, commit.version) for file in attempt.files for commit in file.commits},
+            kept=kept | ({(following.base, following.base_samples)} if following is not None else set()),
         )
 
-    def shows(self, one: AuditedRound) -> bool:
-        """True if a rank with the round's result was told that it is committed, or has gone on from it."""
-        return any(
-            (name, one.number, result.version) in self.told or (name, result.version) in self.gone_on
-            for name, result in one.results.items()
+    def shows(self, one: AuditedRound, num_rivals: int) -> bool:
+        """True if a rank with the round's result was told that it is committed, or has gone on from it in a committed
+        round, or if a checkpoint has it. A rank that has only entered a next round may be left out with both.
+        """
+        is_alone = not num_rivals and any(version == one.version for version, _ in self.kept)
+        return (
+            is_alone
+            or (one.version, one.result.samples) in self.kept
+            or any((name, one.number, result.version) in self.told for name, result in one.results.items())
+            or any((name, result.version) in self.gone_on for name, result in one.results.items())
         )
+
+    def add(self, one: AuditedRound) -> None:
+        """Takes in a round that is known to be committed: so are those from which its ranks went on."""
+        self.gone_on |= {(name, entry.version) for name, entry in one.entries.items()}
 
 
 def attempts_of(run: RunFolder) -> list[Attempt]:
     """The attempts in the folder, oldest first, with their committed rounds."""
     numbers = sorted({file.attempt for file in run.files if file.attempt})
     attempts = [_begun(run, number) for number in numbers]
+    record = deque((one.generation, one.parts) for one in run.rounds or ())
     for attempt, following in zip_longest(attempts, attempts[1:]):
-        _decide(run, attempt, following.base if following is not None else None)
+        _decide(run, attempt, following, record)
     return attempts
 
 
@@ -142,16 +148,29 @@ def _begun(run: RunFolder, number: int) -> Attempt:
     return Attempt(number, first.version, first.samples, files)
 
 
-def _decide(run: RunFolder, attempt: Attempt, next_base: int | None) -> None:
-    """Decides which of the attempt's rounds are committed."""
+def _decide(run: RunFolder, attempt: Attempt, following: Attempt | None, record: deque[Any]) -> None:
+    """Decides which of the attempt's rounds are committed. `record` has the generation and parts of rounds in the
+    coordinator's record; those of this attempt are taken from it.
+    """
     candidates: dict[int, list[AuditedRound]] = {}
     for one in _rounds(attempt.files):
         if one.results:
             candidates.setdefault(one.version, []).append(one)
-    evidence = Evidence.of(run, attempt.number, attempt.files, next_base)
+    evidence = Evidence.of(run, attempt, following)
+    shown: dict[int, list[AuditedRound]] = {}
+    # Newest first, since a committed round shows those before it to be committed.
+    for version in sorted(candidates, reverse=True):
+        rounds = candidates[version]
+        shown[version] = [one for one in rounds if evidence.shows(one, len(rounds) - 1)]
+        for one in shown[version]:
+            evidence.add(one)
     # In this order, since each committed round takes the batches that those before it have left.
     for version in sorted(candidates):
-        _choose(attempt, version, candidates[version], evidence)
+        committed = shown[version] or _recorded(candidates[version], attempt, record)
+        _book(attempt, version, committed)
+        # A watcher that was away lacks rounds; those that it has are in order.
+        if committed and record and record[0] == (committed[0].generation, contents(committed[0].parts)):
+            record.popleft()
 
 
 def _rounds(files: Iterable[RankFile]) -> list[AuditedRound]:
@@ -167,14 +186,14 @@ def _rounds(files: Iterable[RankFile]) -> list[AuditedRound]:
     return list(found.values())
 
 
-def _choose(attempt: Attempt, version: int, candidates: list[AuditedRound], evidence: Evidence) -> None:
-    """Decides which of the rounds with this version are committed, and books their parts."""
-    committed = [one for one in candidates if evidence.shows(one)]
-    # What ranks were told comes first; the coordinator's record, which is itself to be checked, last.
-    if not committed and len(candidates) == 1 and version in evidence.used:
-        committed = candidates
-    if not committed:
-        committed = [one for one in candidates if (one.generation, contents(_parts(one, attempt))) in evidence.recorded]
+def _recorded(candidates: Sequence[AuditedRound], attempt: Attempt, record: Sequence[Any]) -> list[AuditedRound]:
+    """The round that comes next in the coordinator's record. It comes last, since it is itself to be checked."""
+    # Only the next: another attempt may train the same positions in a generation with the same number.
+    return [one for one in candidates if record and record[0] == (one.generation, contents(_parts(one, attempt)))]
+
+
+def _book(attempt: Attempt, version: int, committed: Sequence[AuditedRound]) -> None:
+    """Books the parts of the committed round with this version; of several, the first one's."""
     if committed:
         attempt.rounds[version] = committed[0]
         attempt.rivals += committed[1:]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from elche_audit.coverage import CoveredPiece, Ranges, difference, gaps, overlaps, words
 from elche_audit.history import Attempt, AuditedRound, attempts_of, contents, positions
-from elche_audit.rank_file import Damaged, RankFile
+from elche_audit.rank_file import Damaged, Joined, RankFile
 from elche_audit.run_folder import CADENCE, RECORD, CheckpointBooks, ReportedRound, RunFolder, read_books, read_run
 from elche_audit.verdict import Thrown, Verdict
 
@@ -50,10 +50,14 @@ class _Judge:
         """Makes all checks."""
         self._check_files()
         self._check_leases()
-        self._link_attempts()
+        # First, since attempts can be linked only if none lacks a file.
         for attempt in self._attempts:
             self._check_attempt(attempt)
+        self._link_attempts()
+        for attempt in self._attempts:
             self._check_steps(attempt)
+            self._check_commits(attempt)
+            self._check_evaluations(attempt)
         self._check_ends()
         if self._is_whole:
             self._check_checkpoints()
@@ -77,6 +81,8 @@ class _Judge:
         for file in self._run.files:
             self._refute(file.problems)
             self._refute([_outside(file, one) for one in _pieces(file) if not self._is_inside(one)])
+            if file.name != (named := f"rank-{file.start.rank}-{file.start.incarnation}.bin"):
+                self._refute([f"{file.who}: it has what {named} is to have"])
             if file.start.epoch_sizes() != self._sizes:
                 self._refute([f"{file.who}: it was to train other epochs than the other ranks"])
 
@@ -99,12 +105,13 @@ class _Judge:
     def _link_attempts(self) -> None:
         """Makes each attempt's chain of rounds: those of earlier attempts before its checkpoint, then its own."""
         chain: list[AuditedRound] = []
+        before: Attempt | None = None
         for attempt in self._attempts:
-            is_first = attempt is self._attempts[0]
-            if is_first and attempt.base:
+            if before is not None:
+                chain = self._go_back(chain, attempt, before)
+            elif attempt.base:
                 self._read_base(attempt)
-            elif not is_first:
-                chain = self._go_back(chain, attempt)
+            before = attempt
             chain = [*chain, *(attempt.rounds[version] for version in sorted(attempt.rounds))]
             self._chains[attempt.number] = chain
 
@@ -120,6 +127,11 @@ class _Judge:
         except Damaged as error:
             self._lack(f"the run has resumed {resume}: {error}")
             return
+        for had, has in zip(self._base.sizes, (attempt.files[0].start.dataset_size, self._full_size), strict=True):
+            if had not in (None, has):
+                what = f"checkpoint {self._base.name}, which was resumed, is of epochs of {had} samples"
+                self._refute([f"{what}, and the run's have {has}"])
+                break
         told = (self._base.version, self._base.samples)
         if told != (attempt.base, attempt.base_samples):
             self._refute(
@@ -129,19 +141,44 @@ class _Judge:
                 ]
             )
 
-    def _go_back(self, chain: list[AuditedRound], attempt: Attempt) -> list[AuditedRound]:
+    def _go_back(self, chain: list[AuditedRound], attempt: Attempt, before: Attempt) -> list[AuditedRound]:
         """The rounds that stay when the job goes back."""
         first = self._base.version if self._base is not None else 0
         last = chain[-1].version if chain else first
-        if attempt.base and not first <= attempt.base <= last and self._is_whole:
-            self._refute(
-                [f"attempt {attempt.number} goes on from version {attempt.base}, and version {last} was the last one"]
-            )
+        kept = [one for one in chain if one.version <= attempt.base]
         self._thrown_rounds += [(one, attempt.base) for one in chain if one.version > attempt.base]
-        return [one for one in chain if one.version <= attempt.base]
+        if not self._is_whole:
+            return kept
+        goes_on = f"attempt {attempt.number} goes on from version {attempt.base}"
+        if attempt.base and not first <= attempt.base <= last:
+            # No file tells of an attempt whose ranks' files are all missing, or were on a full disk.
+            if attempt.number > before.number + 1 or not any(file.has_ended for file in before.files):
+                self._lack(f"{goes_on}, and the files of ranks of earlier attempts end with {last}")
+            else:
+                self._refute([f"{goes_on}, and version {last} was the last one"])
+        elif kept and kept[-1].version == attempt.base:
+            self._check_base(kept[-1], attempt, goes_on)
+        return kept
+
+    def _check_base(self, made: AuditedRound, attempt: Attempt, goes_on: str) -> None:
+        """The version from which an attempt goes on is the one that the rounds before it have made."""
+        if attempt.base_samples != made.result.samples:
+            self._refute([f"{goes_on} with {attempt.base_samples} samples, and that has {made.result.samples}"])
+        names = {Path(file.start.resume).name for file in attempt.files}
+        for books in self._run.checkpoints:
+            if books.name in names and books.version == attempt.base and books.attempt != made.attempt:
+                self._refute(
+                    [
+                        f"{goes_on} of attempt {books.attempt} (checkpoint {books.name}), and the job had gone back "
+                        f"before that and made it anew in attempt {made.attempt}"
+                    ]
+                )
 
     def _check_attempt(self, attempt: Attempt) -> None:
         samples, lacking = attempt.base_samples, []
+        self._refute(_other_bases(attempt))
+        self._refute(_places_twice(attempt))
+        self._refute(_disorder(attempt))
         for rival in attempt.rivals:
             other = attempt.rounds[rival.version]
             self._refute([f"version {rival.version} has two contents: {other.words}, and {rival.words}"])
@@ -161,8 +198,11 @@ class _Judge:
             self._lack(f"and {len(lacking) - MAX_LACKING} more rounds like these")
 
     def _check_round(self, one: AuditedRound, samples: int) -> None:
-        found = _differing(one)
+        found = [*_differing(one), *_processes_twice(one), *_outdated(one)]
         num_rows = one.result.num_rows
+        out = sum(part.samples for part in one.parts if part.is_left_out)
+        if one.is_whole and out != one.result.left_out:
+            found.append(f"{one.words} left out {one.result.left_out} samples, and its ranks say that it was {out}")
         if one.version != (newest := max(entry.version for entry in one.entries.values())) + 1:
             found.append(f"{one.words} made version {one.version} of version {newest}")
         if len(one.entries) > num_rows:
@@ -187,6 +227,34 @@ class _Judge:
         if differ and self._is_whole:
             version, count = differ[0]  # later ones follow from the first
             self._refute([f"version {version}: the coordinator counts {count} batches, and ranks made {made[version]}"])
+
+    def _check_commits(self, attempt: Attempt) -> None:
+        """The coordinator commits no other rounds than those that ranks have made."""
+        made = {one.number: one.version for one in attempt.rounds.values()}
+        told = {(one.round, one.version): file for file in attempt.files for one in file.commits}
+        if self._is_whole:
+            self._refute(
+                [
+                    f"{file.who} was told that round {number} is committed as version {version}, and no ranks made it"
+                    for (number, version), file in told.items()
+                    if made.get(number) != version
+                ]
+            )
+
+    def _check_evaluations(self, attempt: Attempt) -> None:
+        """An epoch is evaluated once all of it is trained, or at last."""
+        chain = self._chains[attempt.number]
+        evaluated = {part: file for file in attempt.files for part in file.evaluations}
+        if not self._is_whole or not chain:
+            return
+        for (version, epoch), file in evaluated.items():
+            trained = self._with_base([one for one in chain if one.version <= version])
+            absent = gaps(trained, self._sizes[: epoch + (version < chain[-1].version)])
+            self._refute(
+                [f"{file.who} evaluated epoch {epoch} with version {version}, which lacks {words(*absent[0])}"]
+                if absent
+                else []
+            )
 
     def _check_ends(self) -> None:
         """Files that end before the job did, as on a full disk, do not show that samples were not trained."""
@@ -272,20 +340,46 @@ class _Judge:
 
     def _check_coverage(self) -> None:
         verdict = self._verdict
-        rounds = self._chains[self._attempts[-1].number] if self._attempts else []
+        rounds = self._at_end(self._chains[self._attempts[-1].number] if self._attempts else [])
         pieces = [*self._base_pieces(), *(piece for one in rounds for piece in one.pieces())]
         self._refute(overlaps(pieces))
         trained = self._with_base(rounds)
         verdict.version = rounds[-1].version if rounds else 0
         verdict.num_rounds = len(rounds)
         verdict.epoch_sizes = self._sizes
-        verdict.epoch_samples = [
-            sum(end - start for start, end in trained.get(epoch, [])) for epoch in range(len(self._sizes))
-        ]
+        verdict.epoch_samples = self._samples(trained)
         verdict.left_out = sum(part.samples for one in rounds for part in one.parts if part.is_left_out)
         batches = [batch for one in rounds for part in one.parts for batch in part.batches if batch.is_skipped]
         verdict.skipped_batches, verdict.skipped_samples = len(batches), sum(batch.size for batch in batches)
         self._check_result(gaps(trained, self._sizes))
+
+    def _samples(self, trained: Ranges) -> list[int]:
+        """By epoch, the number of these positions."""
+        return [sum(end - start for start, end in trained.get(epoch, [])) for epoch in range(len(self._sizes))]
+
+    def _at_end(self, chain: list[AuditedRound]) -> list[AuditedRound]:
+        """The rounds of the model with which the job ended: not all if it had gone back to a checkpoint, or to its
+        start, and then failed or was cancelled before another round.
+        """
+        result = self._run.result
+        if result is None or result["state"] == "succeeded":
+            return chain
+        told = result["committed_samples"]
+        if not told and chain:
+            self._verdict.notes.append(
+                f"{RECORD} has no samples: the job ended after it had gone back, and before it trained"
+            )
+            return chain
+        versions = {books.version for books in self._run.checkpoints}
+        versions |= {file.start.version for file in self._run.files if not file.attempt}
+        told = [*told, *[0] * len(self._sizes)][: len(self._sizes)]
+        if told != self._samples(self._with_base(chain)):
+            for version in sorted(versions, reverse=True):
+                kept = [one for one in chain if one.version <= version]
+                if told == self._samples(self._with_base(kept)):
+                    self._thrown_rounds += [(one, version) for one in chain[len(kept) :]]
+                    return kept
+        return chain
 
     def _check_result(self, absent: list[tuple[int, int, int]]) -> None:
         verdict, result = self._verdict, self._run.result
@@ -301,10 +395,20 @@ class _Judge:
                 samples, total = sum(verdict.epoch_samples), sum(verdict.epoch_sizes)
                 verdict.notes.append(f"{samples} of {total} samples are in version {verdict.version} so far")
             return
+        verdict.model_is = result["model_is"]
         verdict.state = result["state"]
+        # A job may be cancelled, or fail, after it was decided that it ends early.
+        has_ended_early = verdict.state == "succeeded" and bool(result["ended_early"])
+        outcome = self._told_outcome()
+        of_ranks = ("succeeded" if outcome == "ended early" else outcome, outcome == "ended early")
+        if outcome and of_ranks != (verdict.state, has_ended_early):
+            says = "ended early" if has_ended_early else verdict.state
+            self._refute([f"the job has two outcomes: {RECORD} says {says}, and its ranks were told {outcome}"])
         # The record has no number for epochs that were not begun.
         told = [*result["committed_samples"], *[0] * len(self._sizes)]
-        if self._is_whole:
+        if more := [epoch for epoch in range(len(self._sizes), len(told)) if told[epoch]]:
+            self._refute([f"epoch {more[0]}: {RECORD} says {told[more[0]]} samples, and the job has no such epoch"])
+        if self._is_whole and (result["committed_samples"] or verdict.state == "succeeded"):
             self._refute(
                 [
                     f"epoch {epoch}: {RECORD} says {told[epoch]} samples, and the ranks' rounds have {samples}"
@@ -312,7 +416,7 @@ class _Judge:
                     if told[epoch] != samples
                 ]
             )
-        if verdict.state == "succeeded" and not result["ended_early"] and self._is_whole:
+        if verdict.state == "succeeded" and not has_ended_early and self._is_whole:
             self._refute(_untrained(absent))
 
     def _told_outcome(self) -> str:
@@ -363,6 +467,68 @@ def _differing(one: AuditedRound) -> list[str]:
     return found
 
 
+def _other_bases(attempt: Attempt) -> list[str]:
+    """The ranks that have resumed another version than the attempt's first ones, a line each."""
+    return [
+        f"{file.who} has resumed version {file.start.version} with {file.start.samples} samples, and attempt "
+        f"{attempt.number} began with version {attempt.base} and {attempt.base_samples}"
+        for file in attempt.files
+        if file.start.resume and (file.start.version, file.start.samples) != (attempt.base, attempt.base_samples)
+    ]
+
+
+def _places_twice(attempt: Attempt) -> list[str]:
+    """The places of a generation that two processes have had, a line each."""
+    found, taken = [], dict[tuple[int, int], RankFile]()
+    for file in attempt.files:
+        for one in file.records:
+            if isinstance(one, Joined):
+                other = taken.setdefault((one.generation, one.position), file)
+                if other is not file:
+                    where = f"place {one.position} of generation {one.generation}"
+                    found.append(f"two processes had {where}: {other.who}, and {file.who}")
+    return found
+
+
+def _disorder(attempt: Attempt) -> list[str]:
+    """The rounds that are older than the one before them: of an older number, or of an older process, a line each."""
+    found, number, newest = [], 0, dict[int, RankFile]()
+    for version in sorted(attempt.rounds):
+        one = attempt.rounds[version]
+        if one.number <= number:
+            found.append(f"{one.words} made version {version}, and round {number} the version before it")
+        number = one.number
+        for part in one.parts:
+            last = newest.setdefault(part.file.start.rank, part.file)
+            if part.file.start.incarnation < last.start.incarnation:
+                found.append(f"{part.file.who} is in {one.words}, after {last.name} had taken its place")
+            else:
+                newest[part.file.start.rank] = part.file
+    return found
+
+
+def _processes_twice(one: AuditedRound) -> list[str]:
+    """The ranks of which two processes were in the round, a line each."""
+    found, first = [], dict[int, RankFile]()
+    for part in one.parts:
+        other = first.setdefault(part.file.start.rank, part.file)
+        if other is not part.file:
+            found.append(f"{one.words} has two processes of one rank: {other.who}, and {part.file.who}")
+    return found
+
+
+def _outdated(one: AuditedRound) -> list[str]:
+    """The ranks that brought samples with other parameters than those of the version before, or before they had the
+    job's model, a line each.
+    """
+    return [
+        f"{part.file.who} brought {part.samples} samples to {one.words} with version {version}, which makes version "
+        f"{one.version}"
+        for part in one.parts
+        if part.samples and not 0 < (version := one.entries[part.file.name].version) == one.version - 1
+    ]
+
+
 def _lacks_ranks(one: AuditedRound) -> str:
     return (
         f"{one.words} (version {one.version}) had {one.result.num_rows} ranks, and the files of {len(one.entries)} "
@@ -389,16 +555,23 @@ def _reason(file: RankFile) -> str:
 
 
 def _is_same(entry: ReportedRound, one: AuditedRound) -> bool:
-    return (entry.generation, entry.parts) == (one.generation, contents(one.parts))
+    return entry == _reported(one)
+
+
+def _reported(one: AuditedRound) -> ReportedRound:
+    """The round as it is to be in the coordinator's record."""
+    batches = tuple(len(part.batches) for part in one.parts if part.batches)
+    return ReportedRound(one.generation, contents(one.parts), batches)
 
 
 def _differs(entry: ReportedRound, one: AuditedRound) -> str:
-    made = ReportedRound(one.generation, contents(one.parts))
+    made = _reported(one)
     return f"version {one.version} has two contents: {CADENCE} says {_text(entry)}, and the ranks made {_text(made)}"
 
 
 def _text(entry: ReportedRound) -> str:
     parts = "; ".join(
-        ", ".join(f"epoch {epoch} [{start}, {end})" for epoch, start, end in part) for part in entry.parts
+        ", ".join(f"epoch {epoch} [{start}, {end})" for epoch, start, end in part) + f" in {number} batches"
+        for part, number in zip(entry.parts, entry.batches, strict=True)
     )
     return f"a round of generation {entry.generation} with {parts or 'no samples'}"

@@ -244,6 +244,8 @@ class RankFile:
     commits: list[Committed] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     """The process's records, in order."""
+    evaluations: list[tuple[int, int]] = field(default_factory=list)
+    """Version and epoch of each result that it has evaluated."""
     problems: list[str] = field(default_factory=list)
     """Records that contradict those before them."""
     has_ended: bool = False
@@ -322,8 +324,11 @@ class _Reader:
         """Samples that the last result contains."""
         self._version = file.start.version
         self._open: Entered | None = None
+        self._entered: set[tuple[int, int]] = set()
+        """Generation and number of each round that it has entered."""
         self._received: dict[int, int] = {}
         """Version of each round's result."""
+        self._joined: Joined | None = None
 
     def take(self, kind: int, numbers: tuple[Any, ...]) -> None:
         """Adds a record."""
@@ -334,18 +339,20 @@ class _Reader:
         elif kind == RECEIVED:
             self._take_result(Received(*numbers))
         elif kind in (LOST, LOST_LATE):
-            self._open = None
-            self._file.records.append(Lost(*(*numbers, kind == LOST_LATE)))
+            self._take_loss(Lost(*(*numbers, kind == LOST_LATE)))
         elif kind == JOINED:
-            self._file.records.append(Joined(*(*numbers[:-1], bool(numbers[-1]))))
+            self._joined = Joined(*(*numbers[:-1], bool(numbers[-1])))
+            self._file.records.append(self._joined)
         elif kind == EVALUATED:
-            self._file.records.append(EvaluatedPart(*numbers))
+            self._take_evaluation(EvaluatedPart(*numbers))
         elif kind == COMMITTED:
             self._take_commit(Committed(*numbers))
         elif kind == DECIDED:
             self._take_outcome(numbers[0])
         else:
             self._file.has_ended = True
+            if numbers[0] != self._step:
+                self._add_problem(f"it ended after {numbers[0]} batches, and has trained {self._step}")
 
     def _take_batch(self, batch: TrainedBatch) -> None:
         self._step += 1
@@ -370,6 +377,21 @@ class _Reader:
             self._add_problem(
                 f"it entered round {entry.round} with version {entry.version}, and has received {self._version}"
             )
+        if self._open is not None:
+            self._add_problem(f"it entered round {entry.round} before round {self._open.round} had an end")
+        if (entry.generation, entry.round) in self._entered:
+            self._add_problem(f"it entered round {entry.round} of generation {entry.generation} twice")
+        self._entered.add((entry.generation, entry.round))
+        if self._file.rounds and entry.attempt != self._file.attempt:
+            self._add_problem(
+                f"it entered round {entry.round} of attempt {entry.attempt}, and had trained in {self._file.attempt}"
+            )
+        group = self._joined
+        if group is not None and (group.attempt, group.generation) != (entry.attempt, entry.generation):
+            self._add_problem(
+                f"it entered round {entry.round} of generation {entry.generation} as one of generation "
+                f"{group.generation}"
+            )
         self._file.rounds.append(entry)
         self._file.records.append(entry)
         self._open = entry
@@ -384,6 +406,19 @@ class _Reader:
         self._file.records.append(result)
         self._received[result.round] = result.version
 
+    def _take_loss(self, lost: Lost) -> None:
+        if self._open is None or (self._open.generation, self._open.round) != (lost.generation, lost.round):
+            self._add_problem(f"it gave up round {lost.round}, which it had not entered, or whose result it had")
+        self._open = None
+        self._file.records.append(lost)
+
+    def _take_evaluation(self, part: EvaluatedPart) -> None:
+        if part.round not in self._received:
+            self._add_problem(f"it evaluated round {part.round}, whose result it has not received")
+        else:
+            self._file.evaluations.append((self._received[part.round], part.epoch))
+        self._file.records.append(part)
+
     def _take_commit(self, commit: Committed) -> None:
         has = self._received.get(commit.round, commit.version)
         if has != commit.version:
@@ -393,6 +428,8 @@ class _Reader:
         self._file.commits.append(commit)
 
     def _take_outcome(self, number: int) -> None:
+        if self._file.outcome not in ("", OUTCOMES.get(number)):
+            self._add_problem(f"it was told that the job has {self._file.outcome}, and another outcome after that")
         self._file.outcome = OUTCOMES.get(number, "")
         if not self._file.outcome:
             self._add_problem(f"the job has outcome {number}, which is unknown")

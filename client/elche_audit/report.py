@@ -51,6 +51,8 @@ def _claim(verdict: Verdict) -> str:
         text = f"each of {total} samples of {len(verdict.epoch_sizes)} epochs is in version {verdict.version} once"
     else:
         text = f"{samples} of {total} samples are in version {verdict.version}, each once; the job {_ended(verdict)}"
+    if verdict.model_is not in ("", "last"):
+        text += f"; its model is the {verdict.model_is}"
     if verdict.left_out:
         text += f", except {verdict.left_out} that were left out of averages"
     if verdict.skipped_batches:

@@ -14,6 +14,8 @@ from elche_audit.coverage import CoveredPiece, Ranges, joined, ranges_of
 from elche_audit.rank_file import MAX_EPOCHS, Damaged, RankFile, read
 
 AUDIT, CADENCE, RECORD, RUN = "audit", "cadence.binpb", "record.json", "run.json"
+ENDS = ("succeeded", "failed", "cancelled")
+"""The states of a job that has ended."""
 REPLAY_TAG = 14 << 3 | 2
 """The tag of `JobSpec.replay`, of which the record of rounds consists."""
 
@@ -25,6 +27,8 @@ class ReportedRound:
     generation: int
     parts: tuple[tuple[tuple[int, int, int], ...], ...]
     """Of each rank that had any samples, in rank order, its contribution as (epoch, start, end)."""
+    batches: tuple[int, ...]
+    """The batches of each of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class CheckpointBooks:
     """The first epoch that is not complete in it."""
     books: Ranges
     """The committed positions of later epochs."""
+    sizes: tuple[Any, Any] = (None, None)
+    """Samples of its data set, and of an epoch."""
 
     def ranges(self, full_size: int) -> Ranges:
         """All committed positions."""
@@ -124,11 +130,15 @@ def _read_record(folder: Path, run: RunFolder) -> None:
         if record.get("job_id", run.job) != run.job:
             run.missing.append(f"{RECORD} is that of job {record['job_id']}, not of {run.job}")
             return
-        run.result = {"state": str(record["state"]), "committed_samples": list(record["committed_samples"])}
-        run.result["ended_early"] = str(record.get("ended_early", ""))
+        state, samples = str(record["state"]), [int(one) for one in record["committed_samples"]]
+        if state not in ENDS:
+            run.missing.append(f"{RECORD} says that the job is {state[:40]}: has it ended?")
+            return
+        run.result = {"state": state, "committed_samples": samples}
+        run.result |= {one: str(record.get(one, "")) for one in ("ended_early", "model_is")}
     except FileNotFoundError:
         return
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         run.missing.append(f"{RECORD} is damaged, or cannot be read")
 
 
@@ -173,7 +183,8 @@ def _recorded(message: job_pb2.RecordedRound) -> ReportedRound:
         joined(CoveredPiece(one.epoch, one.offset, one.offset + one.size) for one in part.slices)
         for part in message.parts
     ]
-    return ReportedRound(message.generation, tuple(tuple(part) for part in parts if part))
+    batches = tuple(one.num_batches for one, part in zip(message.parts, parts, strict=True) if part)
+    return ReportedRound(message.generation, tuple(tuple(part) for part in parts if part), batches)
 
 
 def _read_checkpoint(path: Path, run: RunFolder) -> None:
@@ -211,6 +222,7 @@ def read_books(path: Path) -> CheckpointBooks:
             global_step=int(training["global_step"]),
             epoch=epoch,
             books=books,
+            sizes=(training.get("dataset_size"), training.get("epoch_size")),
         )
     except OSError as error:
         raise Damaged(f"checkpoint {name}: its manifest cannot be read: {error.strerror}") from None

@@ -45,5 +45,7 @@ class Verdict:
     """Batches in all files."""
     is_complete: bool = False
     """True if the job was to train all epochs to their end, and has."""
+    model_is: str = ""
+    """The model that the job has written, by its record, such as "best of epoch 3"."""
     state: str = ""
     """The job's state by its record, or by what its ranks were told; empty without either."""

@@ -31,6 +31,8 @@ LAYOUTS = {
     "committed": (5, "<QQQ"),
     "ended": (6, "<Q"),
     "skipped": (7, "<QIQIQ"),
+    "joined": (8, "<QQIIB"),
+    "evaluated": (9, "<QIQQ"),
     "decided": (11, "<B"),
 }
 LEFT_OUT, HAS_DIGEST = 1, 4
@@ -402,7 +404,7 @@ FAULTS: dict[Fault, str] = {
     round_that_lost_a_cut: r"round 3 .* has lost samples.*: its ranks brought 16, and its result counts 8",
     round_with_samples_of_nobody: r"round 3 .* has too many: its ranks brought 16, and its result counts 24",
     version_made_of_an_older_one: r"round 7 of generation 1 made version 7 of version 5",
-    record_that_lost_a_cut: r"version 3 has two contents: cadence.binpb says .*epoch 0 \[16, 24\), and .*\[24, 32\)",
+    record_that_lost_a_cut: r"version 3 has two contents: cadence.binpb says .*epoch 0 \[16, 24\) .*, and .*\[24, 32\)",
     record_with_another_slice: r"version 4 has two contents: cadence.binpb says",
     record_with_another_generation: r"version 5 has two contents: cadence.binpb says a round of generation 2",
     record_with_one_round_more: r"no rank made a round of generation 1 .*, number 6 of 6 in cadence.binpb",
@@ -441,6 +443,398 @@ def test_a_planted_fault_is_found_and_named(tmp_path: Path, fault: Fault) -> Non
     code, text = judged(run)
     assert code == 1, text
     assert re.search(f"refuted: {FAULTS[fault]}", text), text
+
+
+# Runs as a faulty system would leave them: all files agree with one another
+
+
+def dropped(run: Run, name: str) -> None:
+    """The rank has given the last round up, though the others have committed it."""
+    records = run.logs[name].records
+    del records[-2:]
+    records.append(["lost", run.generation, run.round])
+
+
+def rest_of(run: Run, epoch: int = 1, start: int = 0, end: int = SIZE) -> Run:
+    """Rank 0 trains the rest alone, and the job ends."""
+    run.train(A, epoch, start, end - start)
+    run.average(A)
+    run.end()
+    return run
+
+
+def lease_in_two_rounds_of_two_ranks(folder: Path) -> Run:
+    run = begun(folder)
+    run.train(A, 1, 0, 8, lease=70)
+    run.average(A, B)
+    run.train(B, 1, 0, 8, lease=70)
+    run.average(A, B)
+    return rest_of(run, start=8)
+
+
+def batch_again_after_memory_ran_out(folder: Path) -> Run:
+    """It has made the batch in halves, and counts it once more."""
+    run = begun(folder)
+    run.train(A, 1, 0, BATCH, lease=70)
+    run.train(A, 1, 0, 16, lease=70)
+    run.average(A, B)
+    return rest_of(run, start=16)
+
+
+def member_that_was_left_out_of_a_commit_and_trains_on(folder: Path) -> Run:
+    """Rank 1 has lost round 4, and brings its work to round 5 with the parameters of the version before."""
+    run = begun(folder)
+    run.train(A, 1, 0, 8)
+    run.average(A)
+    run.train(B, 1, 8, 8)
+    run.average(A, B)
+    run.logs[B].find("entered")[4] = 3
+    return rest_of(run, start=16)
+
+
+def member_whose_work_is_dropped(folder: Path) -> Run:
+    """Rank 1 has lost round 4, and forgets what it had brought."""
+    run = begun(folder)
+    run.train(A, 1, 0, 8)
+    run.train(B, 1, 8, 8)
+    run.average(A, B)
+    dropped(run, B)
+    run.average(A, B)
+    run.logs[B].find("entered")[4] = 3
+    return rest_of(run, start=16)
+
+
+def commit_of_a_round_that_lacks_a_member(folder: Path) -> Run:
+    """Rank 1 takes part in round 4 and has its result, which is of rank 0 alone."""
+    run = begun(folder)
+    run.train(A, 1, 0, 16)
+    run.train(B, 1, 16, 16)
+    run.average(A, B)
+    for log in run.logs.values():
+        log.find("received")[ROWS] = 1
+        log.find("received")[SAMPLES] -= 16
+        log.find("committed")[3] -= 4
+    del run.cadence[-1].parts[1]
+    run.end()
+    return run
+
+
+def trained_before_it_had_a_model(folder: Path) -> Run:
+    run = begun(folder)
+    third = run.begin(2, 3)
+    run.train(third, 1, 0, 8)
+    run.average(A, B, third)
+    run.logs[third].find("entered")[4] = 0
+    return rest_of(run, start=8)
+
+
+def trained_before_anybody_had_a_model(folder: Path) -> Run:
+    run = Run(folder)
+    run.begin(0, 1)
+    run.train(A, 0, 0, SIZE)
+    run.average(A)
+    return rest_of(run)
+
+
+def epoch_that_ends_early(folder: Path) -> Run:
+    """Epoch 0 is evaluated without its last samples, and the job ends early after that."""
+    run = Run(folder)
+    run.begin(0, 1)
+    run.average(A)
+    run.train(A, 0, 0, 24)
+    run.average(A)
+    run.logs[A].records.append(["evaluated", run.round, 0, 0, 40])
+    run.train(A, 1, 0, 8)
+    run.average(A)
+    run.end(ended_early="no patience")
+    return run
+
+
+def evaluation_of_a_result_that_it_has_not(folder: Path) -> Run:
+    run = begun(folder)
+    run.logs[B].records.append(["evaluated", 9, 0, 0, 40])
+    return rest_of(run)
+
+
+def evaluation_counted_as_training(folder: Path) -> Run:
+    run = begun(folder)
+    run.logs[A].records.append(["evaluated", run.round, 0, 0, 12])
+    run.samples += 12
+    return rest_of(run)
+
+
+def early_end_that_claims_a_whole_epoch(folder: Path) -> Run:
+    run = begun(folder)
+    run.train(A, 1, 0, 8)
+    run.average(A, B)
+    run.end(ended_early="no patience")
+    assert run.record is not None
+    run.record["committed_samples"][1] = SIZE
+    return run
+
+
+def early_end_of_which_ranks_were_not_told(folder: Path) -> Run:
+    run = begun(folder)
+    run.logs[A].records.append(["decided", 4])
+    run.end(ended_early="no patience")
+    return run
+
+
+def two_outcomes_for_one_rank(folder: Path) -> Run:
+    run = begun(folder)
+    run.logs[A].records += [["decided", 1], ["decided", 4]]
+    return rest_of(run)
+
+
+def record_with_an_epoch_too_many(folder: Path) -> Run:
+    run = rest_of(begun(folder))
+    assert run.record is not None
+    run.record["committed_samples"].append(SIZE)
+    return run
+
+
+def record_with_other_batches(folder: Path) -> Run:
+    run = rest_of(begun(folder))
+    run.cadence[-1].parts[0].num_batches -= 1
+    return run
+
+
+def commit_that_nobody_made(folder: Path) -> Run:
+    run = begun(folder)
+    run.logs[A].records.append(["committed", 9, 9, run.steps])
+    return rest_of(run)
+
+
+def end_after_other_batches(folder: Path) -> Run:
+    run = rest_of(begun(folder))
+    run.logs[B].find("ended")[1] += 1
+    return run
+
+
+def left_out_and_not_told(folder: Path) -> Run:
+    """The result of round 4 says that samples were left out of it, and each rank that its own are in it."""
+    run = begun(folder)
+    run.train(A, 1, 0, 16)
+    run.train(B, 1, 16, 16)
+    run.average(A, B, left_out=B)
+    run.logs[B].find("received")[FLAGS] = 0
+    run.end()
+    return run
+
+
+def round_given_up_that_it_has(folder: Path) -> Run:
+    run = begun(folder)
+    run.logs[B].records.append(["lost", 1, run.round])
+    return rest_of(run)
+
+
+def two_rounds_at_once(folder: Path) -> Run:
+    run = begun(folder)
+    run.enter(A, B)
+    return rest_of(run)
+
+
+def round_entered_twice(folder: Path) -> Run:
+    run = begun(folder)
+    run.train(A, 1, 0, 16)
+    run.enter(A)
+    run.logs[A].records.append(["lost", 1, run.round])
+    run.round -= 1
+    run.average(A)
+    return rest_of(run, start=16)
+
+
+def rounds_in_disorder(folder: Path) -> Run:
+    """As two coordinators would number them."""
+    run = begun(folder)
+    run.round, run.generation = 0, 2
+    return rest_of(run)
+
+
+def place_of_two(folder: Path) -> Run:
+    run = begun(folder)
+    for log in run.logs.values():
+        log.records.append(["joined", 1, 2, 0, 2, 0])
+    run.generation = 2
+    return rest_of(run)
+
+
+def round_of_another_generation(folder: Path) -> Run:
+    run = begun(folder)
+    run.logs[A].records.append(["joined", 1, 2, 0, 1, 0])
+    return rest_of(run)
+
+
+def two_processes_of_one_rank(folder: Path) -> Run:
+    run = begun(folder)
+    again = run.begin(0, 3)
+    run.average(A, B, again)
+    run.logs[again].find("entered")[4] = 0
+    return rest_of(run)
+
+
+def process_that_was_replaced(folder: Path) -> Run:
+    """Rank 1 was started again, and its old process comes back."""
+    run = begun(folder)
+    again = run.begin(1, 3)
+    run.average(A, again)
+    run.logs[again].find("entered")[4] = 0
+    run.train(B, 1, 0, 16)
+    run.logs[B].version = run.version
+    run.average(A, B)
+    run.logs[B].find("entered")[4] = 3
+    return rest_of(run, start=16)
+
+
+def file_of_another_process(folder: Path) -> Run:
+    run = rest_of(begun(folder))
+    run.logs[B].start["incarnation"] = 7
+    return run
+
+
+def process_of_two_attempts(folder: Path) -> Run:
+    run = begun(folder)
+    run.attempt = 2
+    return rest_of(run)
+
+
+def again(run: Run, *names: str, start: int = 0) -> Run:
+    """An attempt that went back trains epoch 1 from there."""
+    half = (SIZE - start) // 2
+    for name, at in zip(names, (start, start + half), strict=True):
+        run.train(name, 1, at, half)
+    run.average(*names)
+    run.end()
+    return run
+
+
+def attempt_number_of_another(folder: Path) -> Run:
+    run, names = went_back(folder)
+    run.attempt = 1
+    return again(run, *names)
+
+
+def trained_again_after_going_back(folder: Path) -> Run:
+    run, names = went_back(folder)
+    run.train(names[0], 0, 24, 8)
+    return again(run, *names)
+
+
+def lease_of_both_attempts(folder: Path) -> Run:
+    """The job goes back to version 4, in which rank 0's lease is, and leases it again."""
+    run, _ = went_back(folder)
+    del run.logs["rank-0-3.bin"], run.logs["rank-1-4.bin"]
+    run.version, run.samples, run.steps = 4, 48, 12
+    names = [run.begin(rank, 3 + rank, resume="checkpoint", version=4, samples=48) for rank in (0, 1)]
+    run.covered[1] = [[0, 16]]
+    return again(run, *names)
+
+
+def went_back_with_other_samples(folder: Path) -> Run:
+    run, names = went_back(folder)
+    run.samples += 8
+    for name in names:
+        run.logs[name].start["samples"] += 8
+    return again(run, *names)
+
+
+def ranks_of_two_checkpoints(folder: Path) -> Run:
+    run, names = went_back(folder)
+    run.logs[names[1]].start |= {"version": 2, "samples": 16}
+    again(run, *names)
+    run.logs[names[1]].find("entered", 0)[4] = 2
+    return run
+
+
+def went_back_to_an_abandoned_branch(folder: Path) -> Run:
+    """Attempt 3 goes on from version 4 of attempt 1, and the job had gone back before that to make another one."""
+    run, names = went_back(folder)
+    run.attempt, run.version, run.samples, run.steps, run.covered[1] = 1, 4, 48, 12, [[0, 16]]
+    old = run.checkpoint()
+    run.attempt, run.version, run.samples, run.steps, run.covered[1] = 2, 3, 32, 8, []
+    for name, at in zip(names, (16, 24), strict=True):
+        run.train(name, 1, at, 8)
+    run.average(*names)
+    run.attempt, run.generation, run.round = 3, 9, 0
+    names = [run.begin(rank, 5 + rank, resume=f"/there/{old}", version=4, samples=48) for rank in (0, 1)]
+    run.covered[1] = [[0, 16]]
+    return again(run, *names, start=16)
+
+
+def checkpoint_of_the_thrown_rounds(folder: Path) -> Run:
+    """After the job went back, its checkpoint has what was thrown away, too."""
+    run, names = went_back(folder)
+    run.train(names[0], 1, 16, 8)
+    run.average(*names)
+    run.covered[1].append([0, 16])
+    run.samples, run.steps = run.samples + 16, run.steps + 4
+    run.checkpoint()
+    run.samples, run.steps, run.covered[1] = run.samples - 16, run.steps - 4, [[16, 24]]
+    run.train(names[0], 1, 0, 16)
+    run.train(names[1], 1, 24, 8)
+    run.average(*names)
+    run.end()
+    return run
+
+
+def resumed_another_training(folder: Path) -> Run:
+    run = resumed(folder)
+    (place,) = (folder / "before" / "checkpoints" / JOB).glob("*-4/manifest.json")
+    manifest = json.loads(place.read_text())
+    del manifest["checksum"]
+    manifest["training"] |= {"dataset_size": SIZE + 8, "epoch_size": SIZE + 8}
+    place.write_text(json.dumps(manifest))
+    return run
+
+
+FAULTY: dict[Callable[[Path], Run], str] = {
+    lease_in_two_rounds_of_two_ranks: r"lease 70 was given twice: to rank 0 .*, and to rank 1",
+    batch_again_after_memory_ran_out: r"epoch 1: positions 0 to 3 \(4 samples\) twice: by rank 0 .*, and by rank 0",
+    member_that_was_left_out_of_a_commit_and_trains_on: r"rank 1 \(rank-1-2.bin\) brought 8 samples to round 5 of "
+    "generation 1 with version 3, which makes version 5",
+    member_whose_work_is_dropped: r"rank 1 .*: it brought 0 new samples to round 5, and has trained 8",
+    commit_of_a_round_that_lacks_a_member: r"round 4 .* was entered by 2 ranks, and its result is of 1",
+    trained_before_it_had_a_model: r"rank 2 \(rank-2-3.bin\) brought 8 samples to round 4 .* with version 0",
+    trained_before_anybody_had_a_model: r"rank 0 .* brought 32 samples to round 1 of generation 1 with version 0",
+    epoch_that_ends_early: r"rank 0 .* evaluated epoch 0 with version 2, which lacks epoch 0: positions 24 to 31",
+    evaluation_of_a_result_that_it_has_not: r"rank 1 .*: it evaluated round 9, whose result it has not received",
+    evaluation_counted_as_training: r"round 4 .* has too many: its ranks brought 32, and its result counts 44",
+    early_end_that_claims_a_whole_epoch: r"epoch 1: record.json says 32 samples, and the ranks' rounds have 8",
+    early_end_of_which_ranks_were_not_told: r"two outcomes: record.json says ended early, and its ranks .* cancelled",
+    two_outcomes_for_one_rank: r"rank 0 .*: it was told that the job has succeeded, and another outcome after that",
+    record_with_an_epoch_too_many: r"epoch 2: record.json says 32 samples, and the job has no such epoch",
+    record_with_other_batches: r"version 4 has two contents: cadence.binpb says .* in 7 batches, and .* in 8 batches",
+    commit_that_nobody_made: r"rank 0 .* was told that round 9 is committed as version 9, and no ranks made it",
+    end_after_other_batches: r"rank 1 .*: it ended after 5 batches, and has trained 4",
+    left_out_and_not_told: r"round 4 .* left out 16 samples, and its ranks say that it was 0",
+    round_given_up_that_it_has: r"rank 1 .*: it gave up round 3, which it had not entered, or whose result it had",
+    two_rounds_at_once: r"rank 0 .*: it entered round 5 before round 4 had an end",
+    round_entered_twice: r"rank 0 .*: it entered round 4 of generation 1 twice",
+    rounds_in_disorder: r"round 1 of generation 2 made version 4, and round 3 the version before it",
+    place_of_two: r"two processes had place 0 of generation 2: rank 0 .*, and rank 1",
+    round_of_another_generation: r"rank 0 .*: it entered round 4 of generation 1 as one of generation 2",
+    two_processes_of_one_rank: r"round 4 .* has two processes of one rank: rank 0 \(rank-0-1.bin\), and rank 0 \(",
+    process_that_was_replaced: r"rank 1 \(rank-1-2.bin\) is in round 5 .*, after rank-1-3.bin had taken its place",
+    file_of_another_process: r"rank 1 \(rank-1-2.bin\): it has what rank-1-7.bin is to have",
+    process_of_two_attempts: r"rank 0 .*: it entered round 4 of attempt 2, and had trained in 1",
+    attempt_number_of_another: r"lease 1 was given twice: to rank 0 \(rank-0-1.bin\), and to rank 0 \(rank-0-3.bin\)",
+    trained_again_after_going_back: r"epoch 0: positions 24 to 27 .* twice: by rank 1 .* in version 3, and by rank 0",
+    lease_of_both_attempts: r"epoch 1: positions 0 to 3 \(4 samples\) twice: by rank 0 .* 4, and by rank 0 .* 5",
+    went_back_with_other_samples: r"attempt 2 goes on from version 3 with 40 samples, and that has 32",
+    ranks_of_two_checkpoints: r"rank 0 .* has resumed version 3 with 32 samples, and attempt 2 began with version 2",
+    went_back_to_an_abandoned_branch: r"attempt 3 goes on from version 4 of attempt 1 \(checkpoint epoch-version-4\)",
+    checkpoint_of_the_thrown_rounds: r"checkpoint epoch-version-4 .*: its books differ at epoch 1: positions 0 to 15",
+    resumed_another_training: r"checkpoint epoch-version-4, which was resumed, is of epochs of 40 samples",
+}
+
+
+@pytest.mark.parametrize("faulty", FAULTY, ids=lambda one: one.__name__)
+def test_a_run_of_a_faulty_system_is_refuted_and_its_fault_is_named(
+    tmp_path: Path, faulty: Callable[[Path], Run]
+) -> None:
+    code, text = judged(faulty(tmp_path))
+    assert code == 1, text
+    assert re.search(f"refuted: .*({FAULTY[faulty]})", text), text
 
 
 def test_of_many_faults_of_one_kind_the_first_are_named_and_the_others_counted(tmp_path: Path) -> None:
@@ -581,7 +975,76 @@ def test_a_job_that_goes_on_is_not_judged(tmp_path: Path) -> None:
     assert "32 of 64 samples are in version 3 so far" in text
 
 
+def test_rounds_before_a_base_that_are_on_another_host_or_were_on_a_full_disk_are_missing(tmp_path: Path) -> None:
+    """Attempt 2 goes on from version 5, which rank 1 has made alone after rank 0 had left."""
+    run, _ = went_back(tmp_path)
+    del run.logs["rank-0-3.bin"], run.logs["rank-1-4.bin"]
+    run.attempt, run.generation, run.round, run.version, run.samples, run.steps = 1, 2, 4, 4, 48, 12
+    run.covered[1], run.lease = [[0, 16]], 70
+    run.train(B, 1, 16, 8)
+    run.average(B)
+    run.attempt, run.generation, run.round = 2, 9, 0
+    name = run.begin(0, 3, resume="checkpoint", version=5, samples=run.samples)
+    run.train(name, 1, 24, 8)
+    run.average(name)
+    run.end()
+    code, text = judged(run)
+    assert code == 0, text
+    whole_log = run.logs.pop(B)
+    (tmp_path / "audit" / JOB / B).unlink()
+    code, text = judged(run)
+    assert code == 2, text
+    run.logs[B] = whole_log
+    for log in (run.logs[A], run.logs[B]):
+        log.records = log.records[: log.records.index(log.find("entered", 3))]
+    code, text = judged(run)
+    assert code == 2, text
+    assert "attempt 2 goes on from version 5, and the files of ranks of earlier attempts end with 3" in text
+
+
+def test_a_state_in_which_no_job_ends_is_not_judged(tmp_path: Path) -> None:
+    run = whole(tmp_path)
+    assert run.record is not None
+    run.record["state"] = "training"
+    code, text = judged(run)
+    assert code == 2, text
+    assert "record.json says that the job is training: has it ended?" in text
+
+
 # What is proven
+
+
+def test_a_job_that_keeps_its_best_model_says_which_that_is(tmp_path: Path) -> None:
+    run = whole(tmp_path)
+    assert run.record is not None
+    run.record["model_is"] = "best of epoch 0"
+    code, text = judged(run)
+    assert code == 0, text
+    assert "is in version 5 once; its model is the best of epoch 0 (" in text
+
+
+def test_a_job_that_waited_to_go_back_when_it_was_cancelled_has_no_samples_in_its_record(tmp_path: Path) -> None:
+    run, _ = went_back(tmp_path)
+    del run.logs["rank-0-3.bin"], run.logs["rank-1-4.bin"]
+    run.end("cancelled")
+    assert run.record is not None
+    run.record["committed_samples"] = []
+    code, text = judged(run)
+    assert code == 0, text
+    assert "note: record.json has no samples: the job ended after it had gone back, and before it trained" in text
+
+
+def test_a_job_that_went_back_and_was_cancelled_before_another_round_has_its_checkpoints_samples(
+    tmp_path: Path,
+) -> None:
+    run, names = went_back(tmp_path)
+    for name in names:
+        run.logs[name].records.clear()
+    run.end("cancelled")
+    code, text = judged(run)
+    assert code == 0, text
+    assert "32 of 64 samples are in version 3, each once; the job was cancelled" in text
+    assert "not in the model: 8 samples (2 batches) of rank 0, incarnation 1: the job went back to version 3" in text
 
 
 def test_a_whole_run_is_proven(tmp_path: Path) -> None:
@@ -700,6 +1163,15 @@ def test_of_two_rounds_with_one_version_that_is_committed_with_which_a_rank_has_
     assert "not in the model: 16 samples (4 batches) of rank 1, incarnation 2: its process has left before" in text
 
 
+def test_a_submitted_job_has_no_record_and_its_last_round_is_known_by_what_ranks_were_told(tmp_path: Path) -> None:
+    run = whole(tmp_path)
+    run.manifests.clear()
+    run.write()
+    for name in ("run.json", "cadence.binpb", "record.json"):
+        (tmp_path / name).unlink()
+    assert elche_audit.exit_code(elche_audit.judge(tmp_path)) == 0
+
+
 def test_a_last_round_of_which_nobody_has_heard_is_known_by_its_checkpoint(tmp_path: Path) -> None:
     run = whole(tmp_path)
     for log in run.logs.values():
@@ -727,12 +1199,13 @@ def test_a_checkpoint_of_a_later_attempt_shows_nothing_of_an_earlier_ones_round(
 def test_of_two_dead_ranks_that_was_left_out_which_has_brought_what_is_missing(tmp_path: Path) -> None:
     run = begun(tmp_path)
     third = run.begin(2, 3)
+    run.average(A, B, third)
+    run.logs[third].find("entered")[4] = 0
     run.train(A, 1, 0, 8)
     run.train(B, 1, 8, 8)
     run.train(third, 1, 16, 16)
     run.average(A, B, third, left_out=third, without=third)
     del run.logs[B].records[-2:]
-    run.logs[third].find("entered")[4] = 0
     run.end()
     code, text = judged(run)
     assert code == 0, text

@@ -7,6 +7,7 @@ import pytest
 from core.test_lost_ranks import THREE, by_policy
 
 from elche.errors import LEFT_ALONE
+from elche_coordinator.core.describe import describe_training
 from elche_coordinator.core.jobs.deaths import FruitlessAttempts
 from elche_coordinator.core.messages.commands import StartRank, StopRank
 from elche_coordinator.core.messages.events import (
@@ -282,6 +283,17 @@ def test_a_job_that_waits_can_be_cancelled(simulate):
     simulation.run_until(lambda: simulation.job.phase is JobPhase.QUEUED)
     simulation.handle(JobCancelled(job_id=JOB))
     assert simulation.run().outcome is Outcome.CANCELLED
+
+
+def test_a_job_that_waits_to_go_back_still_has_its_checkpoints_and_so_has_its_result(simulate):
+    simulation = simulate(ranks(*THREE), epochs=3, dataset_size=2000, checkpoint_every_epochs=1)
+    simulation.run_until(lambda: has_saved(simulation))
+    kept = tuple(simulation.training.checkpoints.kept)
+    kill_all(simulation)
+    simulation.run_until(lambda: simulation.job.phase is JobPhase.QUEUED)
+    assert describe_training(simulation.job, simulation.clock.now_s).checkpoints == kept
+    simulation.handle(JobCancelled(job_id=JOB))
+    assert simulation.run().checkpoints == kept
 
 
 def test_what_is_kept_of_a_job_says_where_it_would_go_on(simulate):

@@ -5,7 +5,9 @@ import pytest
 from support.disasters import random_run
 
 SEEDS = tuple(
-    first + one for first in (10_000, 200_000, 10_000_000, 20_000_000) for one in range(20 if first > 10**6 else 50)
+    first + one
+    for first in (10_000, 200_000, 10_000_000, 20_000_000, 40_000_000)
+    for one in range(20 if first > 10**6 else 50)
 )
 FOUND = {
     4102: "a round that ranks had made alone, unknown to a coordinator that let one of them go",

@@ -122,7 +122,7 @@ def test_a_saved_state_with_a_right_checksum_is_restored_or_set_aside(database: 
     """The checksum finds accidents; who can write to the database can make a right one, and runs no code by it."""
     changed = data.draw(changed_bytes(pickles(database)))
     saved = SavedState(last=3, code=tape.code_version(), state=sealed(changed), parts={}, gone=set())
-    store: Any = SimpleNamespace(load_state=lambda: (saved, [sealed(changed)], 1.0))
+    store: Any = SimpleNamespace(load_state=lambda: (saved, [sealed(changed)], 1.0, [4]))
     assert isinstance(tried(lambda: tape.read(store)), tape.Recorded | None)
 
 

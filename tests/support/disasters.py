@@ -1,6 +1,7 @@
 """What befalls a simulated job at random: deaths, hangs, ends of the coordinator; and whole random runs of these."""
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -19,7 +20,8 @@ from elche_coordinator.core.messages.events import (
 from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.records.machine import JobPhase
-from elche_coordinator.simulator.simulation import JOB, RankModel
+from elche_coordinator.simulator.saved import Saved
+from elche_coordinator.simulator.simulation import JOB, RankModel, Simulation
 from elche_coordinator.simulator.synthetic import SyntheticRank
 from support.watched import LONG_ROUNDS, WatchedSimulation, ranks
 
@@ -29,6 +31,7 @@ WITH_RIVALS = 200_000
 WITH_HOSTS = 10_000_000
 WITH_STARTS = 20_000_000
 WITH_DISKS = 30_000_000
+WITH_BURSTS = 40_000_000
 """Seeds from these on may have them; so those below stay what they were."""
 MOST_LOSSES = 4
 """How often all ranks die, or a host is lost, in one run: a job that goes back each time would not end."""
@@ -227,6 +230,81 @@ def starts(simulation: WatchedSimulation, seed: int) -> None:
         simulation.clock.after(random.uniform(0.0, random.choice([0.3, 1.0])), strike)
 
 
+def bursts(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
+    """Much goes wrong at one instant now and then: ranks die and hang, hosts are drained, people ask for other ranks
+    and for checkpoints, and the coordinator ends before it has done what it said.
+    """
+    random = Random(f"bursts {seed}")
+
+    def strike() -> None:
+        if simulation.job.result is not None or not simulation.job.is_open:
+            return
+        acts = [_kill_one, _hang_one, _drain_one, _scale, _save, _flap_one]
+        for act in random.choices(acts, k=random.randint(2, 6)):
+            act(simulation, random)
+        if random.random() < 0.5:
+            simulation.crash(random.choice([0.0, 0.5, 3.0]), saves_every=random.choice([10, 200]))
+            for act in random.choices(acts, k=random.randint(0, 3)):  # while it is away
+                act(simulation, random)
+        simulation.clock.after(4.0 + random.expovariate(1 / every_s), strike)
+
+    simulation.clock.after(random.expovariate(1 / every_s), strike)
+
+
+def _kill_one(simulation: WatchedSimulation, random: Random) -> None:
+    alive, with_model = _alive(simulation)
+    if alive and len(with_model) > 2:
+        simulation.kill(random.choice(alive))
+
+
+def _hang_one(simulation: WatchedSimulation, random: Random) -> None:
+    alive, with_model = _alive(simulation)
+    awake = [rank for rank in alive if not simulation.processes[rank].is_frozen]
+    if awake and len(with_model) > 2:
+        clock = simulation.processes[random.choice(awake)].clock
+        clock.freeze()
+        simulation.clock.after(random.choice([0.3, 5.0]), clock.thaw)
+
+
+def _drain_one(simulation: WatchedSimulation, random: Random) -> None:
+    if hosts := sorted(simulation.core.fleet.agents):
+        host = random.choice(hosts)
+        simulation.handle(DrainRequested(agent_id=host, is_drained=True))
+        allowed = DrainRequested(agent_id=host, is_drained=False)
+        simulation.clock.after(random.choice([0.0, 0.3, 3.0]), lambda: simulation.handle(allowed))
+
+
+def _scale(simulation: WatchedSimulation, random: Random) -> None:
+    simulation.handle(ScaleRequested(job_id=JOB, num_ranks=random.randint(1, len(simulation.ranks))))
+
+
+def _save(simulation: WatchedSimulation, random: Random) -> None:
+    simulation.handle(CheckpointRequested(job_id=JOB))
+
+
+def _flap_one(simulation: WatchedSimulation, random: Random) -> None:
+    if simulation.processes:
+        simulation.cut_off(random.choice(list(simulation.processes)), random.choice([0.02, 0.2, 2.0]))
+
+
+def checkpoint_before(settings: dict[str, Any], dice: Random) -> Saved | None:
+    """The checkpoint of an earlier job with these settings and a number of ranks of its own; None if that is none."""
+    often = settings | {"checkpoint_every_epochs": 1, "checkpoint_every_minutes": 0.01, "monitor": None}
+    speeds = [dice.choice([10.0, 30.0, 100.0]) for _ in range(dice.randint(1, 6))]
+    before = Simulation(settings=AgreedSettings(**often), ranks=ranks(*speeds), seed=dice.randrange(1000))
+    seen = list[Saved]()
+    with suppress(TimeoutError):  # it has ended
+        wanted = dice.randint(1, 6)
+
+        def has_made_enough() -> bool:
+            seen.extend(one for one in before.saved.values() if one not in seen)
+            return len(seen) >= wanted or before.job.result is not None
+
+        before.run_until(has_made_enough, limit_s=LIMIT_S)
+    sound = [one for one in seen if json.loads(one.training)["ledger"]["epoch"] < settings["epochs"]]
+    return sound[-1] if sound and settings.get("max_steps") is None else None
+
+
 class OnFullDisk(SyntheticRank):
     """A rank that can write checkpoints of every second version only."""
 
@@ -311,8 +389,11 @@ def random_run(seed: int) -> RandomRun:
         simulation.collective.death_seen_s = more.choice([None, 0.01, 0.5])
     if seed >= WITH_DISKS and more.random() < 0.7 and settings.get("restore") != "best":
         simulation.disks = {}
-    simulation.start()
     befallen = []
+    if seed >= WITH_BURSTS and Random(f"resumed {seed}").random() < 0.5:
+        simulation.resumed = checkpoint_before(settings, Random(f"before {seed}"))
+        befallen += ["resumed"] if simulation.resumed is not None else []
+    simulation.start()
     if seed >= WITH_STARTS and more.random() < 0.5:
         befallen.append("starts")
         starts(simulation, seed)
@@ -340,7 +421,18 @@ def random_run(seed: int) -> RandomRun:
         if seed >= WITH_HOSTS and dice.random() < 0.4:
             befallen.append(name)
             disaster(simulation, seed + len(name), every_s=dice.choice(every))
+    if seed >= WITH_BURSTS:
+        befallen += _more(simulation, seed)
     return RandomRun(seed, settings, tuple(befallen), simulation)
+
+
+def _more(simulation: WatchedSimulation, seed: int) -> list[str]:
+    """Bursts of disasters, and a job that goes on from the checkpoint of another one, with other ranks."""
+    dice, befallen = Random(f"more {seed}"), []
+    if dice.random() < 0.7:
+        befallen.append("bursts")
+        bursts(simulation, seed, every_s=dice.choice((1.0, 4.0)))
+    return befallen
 
 
 def _wider(settings: dict[str, Any], models: list[RankModel], dice: Random) -> tuple[list[RankModel], dict[str, Any]]:

@@ -102,6 +102,8 @@ class WatchedSimulation(Simulation):
 
         Raises `AssertionError` when those events lead to other commands than before.
         """
+        if self._asleep is not None:
+            return  # it is away, and what waits for it must not be forgotten
         before = self.core
         if self._saved_state:
             self.core = pickle.loads(self._saved_state)

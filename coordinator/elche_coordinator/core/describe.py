@@ -141,7 +141,9 @@ def describe_training(job: ManagedJob, now_s: float) -> JobView:
     """View of the training at time `now_s`."""
     run, state = job.run, _state_of_training(job)
     ranks = _describe_ranks(job, lambda record: _doing(record, job), run.target, now_s)
-    view = replace(_describe(job, state, _reason(job), ranks, now_s), counts=job.counts)
+    # A job that waits to go on from a checkpoint has no training.
+    kept = tuple(run.kept)
+    view = replace(_describe(job, state, _reason(job), ranks, now_s), counts=job.counts, checkpoints=kept)
     if run.backend is not None:
         view = replace(view, backend=str(run.backend), backend_name=run.backend.backend)
     if run.training is not None:

@@ -74,6 +74,8 @@ class LoadedState(NamedTuple):
     """Pieces of the tape since the saved state."""
     age_s: float
     """Seconds since its last write, by the store's clock."""
+    lasts: list[int]
+    """The number of the last event of each piece."""
 
 
 class JobRow(NamedTuple):

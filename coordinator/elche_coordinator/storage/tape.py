@@ -11,12 +11,14 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
+from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
 
 import elche
 import elche_coordinator.core
 from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.invariants import Broken, check_invariants
 from elche_coordinator.core.messages.events import Event, JobsForgotten, JobSubmitted, LoopAttached
 from elche_coordinator.storage.job_rows import Record
 from elche_coordinator.storage.snapshots import Snapshots, join
@@ -39,6 +41,8 @@ SAVE_BYTES = 32 << 20
 """Bytes of written events after which fewer are enough."""
 SAVE_FRACTION = 0.01
 """Fraction of time that may be spent saving states."""
+MAX_REASON_CHARS = 300
+"""Most characters of a reason in the log: a broken rule may name all leases of an epoch."""
 
 
 class Entry(NamedTuple):
@@ -152,27 +156,39 @@ class Recorded(NamedTuple):
 
 def read(store: SqlStore) -> Recorded | None:
     """Reads the state of a previous coordinator; None if there is none, or none that this code can use."""
-    saved, pieces, age_s = store.load_state()
+    saved, pieces, age_s, lasts = store.load_state()
     why = ""
     if saved and saved.code != code_version():
         why = "ran on after this backup" if saved.code == BACKED_UP else "was another version"
     if saved is not None and not why:
         try:
-            entries = list(_unpickled(pieces))
+            entries = list(_unpickled(pieces, lasts, saved.last))
             state = join(saved.state, saved.parts)
+            check_invariants(state[0])
+            state[0].next_deadline_s()
             return Recorded(state, entries, saved.last + len(entries), age_s, frozenset(saved.parts))
         # Whatever is wrong with it: jobs can go on from their checkpoints, and a coordinator that does not start helps
         # nobody.
+        except Broken as error:
+            why = f"has left a state that contradicts itself ({str(error)[:MAX_REASON_CHARS]})"
         except Exception as error:
-            why = f"has left what cannot be read ({error!r})"
+            why = f"has left what cannot be read ({repr(error)[:MAX_REASON_CHARS]})"
     if why:
         log.warning("the coordinator before this one %s: jobs that ran go back to their newest checkpoints", why)
     return None
 
 
-def _unpickled(pieces: list[bytes]) -> Iterator[Entry]:
-    for piece in pieces:
-        yield from loads(unsealed(piece))
+def _unpickled(pieces: list[bytes], lasts: list[int], last: int) -> Iterator[Entry]:
+    """The events after number `last`. Raises `Broken` if some are missing, or are none."""
+    for piece, end in zip(pieces, lasts, strict=True):
+        entries = loads(unsealed(piece))
+        if last + len(entries) != end:
+            raise Broken(f"after event {last} its tape has {len(entries)} events up to number {end}")
+        for entry in entries:
+            last += 1
+            if not isinstance(entry, Entry) or not isinstance(entry.event, Event) or not isfinite(entry.at_s):
+                raise Broken(f"what its tape has as event {last} is none")
+            yield entry
 
 
 @cache

@@ -647,5 +647,7 @@ class ManagedJob(PlacedJob):
         return {rank: record.num_batches for rank, record in self.ranks.items()}
 
     def complete(self, result: JobResult) -> JobResult:
-        """Adds the training's figures to the result."""
-        return with_training(result, self.run.training, self.run.model, self.ranks) if self.run.training else result
+        """Adds the training's figures to the result; of a job that has gone back and waits, only its checkpoints."""
+        if self.run.training is None:
+            return replace(result, checkpoints=tuple(self.run.kept))
+        return with_training(result, self.run.training, self.run.model, self.ranks)

@@ -133,11 +133,12 @@ class SqlStore(Database):
         with self.reading() as connection:
             row = connection.execute(sa.select(_states).order_by(_states.c.last.desc())).first()
             parts = connection.execute(sa.select(_parts)).all()
-            pieces = connection.execute(sa.select(_tape.c.entries, _tape.c.written_at).order_by(_tape.c.last)).all()
+            pieces = connection.execute(sa.select(_tape).order_by(_tape.c.last)).all()
             now = connection.execute(sa.select(self.now)).scalar_one()
         times = [one.written_at for one in (*pieces, *([row] if row else [])) if one.written_at is not None]
         saved = SavedState(row.last, row.code, row.state, {part.job: part.state for part in parts}) if row else None
-        return LoadedState(saved, [piece.entries for piece in pieces], max(0.0, now - max(times, default=now)))
+        age_s = max(0.0, now - max(times, default=now))
+        return LoadedState(saved, [piece.entries for piece in pieces], age_s, [piece.last for piece in pieces])
 
     def drop_tape(self) -> None:
         """Removes the saved state and the tape, which this version cannot use."""
