@@ -310,6 +310,13 @@ def test_ctrl_c_during_the_check_starts_nothing(place: Path) -> None:
     assert not (place / "out").exists()
 
 
+def test_a_checkpoint_that_was_refused_is_not_the_way_to_go_on(place: Path) -> None:
+    options = JobOptions(resume="checkpoints/damaged")
+    one = job_run.LocalRun(path=place / "digits.py", options=options, device="cpu", out=None, as_json=False)
+    assert one._hint() == "to go on: elche resume checkpoints/damaged"
+    assert one._hint(was_refused=True) == ""
+
+
 def test_a_second_ctrl_c_kills_at_once(place: Path) -> None:
     """It does not wait for the agent, which ignores it, and gets more time here than this test has."""
     patience = (

@@ -1,9 +1,10 @@
 """Evaluations in one process: means, tensors that are summed, metrics of sums, and the rehearsal before training."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from elche_worker import TrainingJob, record_scalar
 from elche_worker.model.evaluation import Evaluated, evaluate, evaluate_part, metrics_of, rehearse
 from elche_worker.rank.evaluation_messages import evaluated_message, tensors_of
 from elche_worker.user.scalars import take_scalars
+from support.replicas import Make
 from support.solo import JOB
 from support.told import Rank
 
@@ -231,6 +233,25 @@ def test_a_job_with_a_rehearsal_trains_the_same_model_bit_for_bit(monkeypatch: p
         name: value.tolist() for name, value in without.params.items()
     }
     assert told[:2] == told[2:]
+
+
+class TrainsItself(nn.Linear):
+    """As a model of the forward-forward algorithm, whose `train` is no mode."""
+
+    def train(self, positive: Any, negative: Any) -> Any:  # type: ignore[override]
+        raise AssertionError("elche does not call it")
+
+
+@pytest.mark.parametrize("way", ["alone", "rank"])
+def test_a_model_that_cannot_go_into_eval_mode_is_refused_before_training(world: Make, way: str) -> None:
+    """Its job failed after the first epoch."""
+    parts: dict[str, Any] = {"model": lambda: TrainsItself(3, 1), "evaluate": lambda model: {}}
+    if way == "rank":
+        rehearse_job: Callable[[], object] = partial(world(1, **parts).ranks[0].replica.rehearse, warms_up=False)
+    else:
+        rehearse_job = partial(replace(JOB, **parts).run, device="cpu")
+    with pytest.raises(InvalidJob, match=r"model.eval\(\) calls its train\(False\), which raised .* give a method"):
+        rehearse_job()
 
 
 # Of a rank

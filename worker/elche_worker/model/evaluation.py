@@ -139,6 +139,20 @@ def rehearse(
         raise InvalidJob(f"{file_name}: {missing_metric(job.monitor, metrics)}")
 
 
+def rehearse_modes(model: nn.Module, file_name: str, optimizers: Sequence[Optimizer] = ()) -> None:
+    """Goes into eval mode and back, as each call of `evaluate` does, so that a model that cannot is found before
+    training.
+    """
+    try:
+        with evaluating(model, optimizers):
+            pass
+    except TypeError as error:
+        raise InvalidJob(
+            f"{file_name}: the model cannot be evaluated: model.eval() calls its train(False), which raised {error}; "
+            "give a method of another purpose another name than train"
+        ) from error
+
+
 def _has_dimensions(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 

@@ -27,7 +27,7 @@ from elche_worker.device.faults import Cause, fault_of
 from elche_worker.device.rng import capture_rng_state, restore_rng_state
 from elche_worker.device.streams import DeviceStreams
 from elche_worker.model.checkpoint import About, CheckpointTarget, Loaded, weights_of
-from elche_worker.model.evaluation import Evaluated, evaluate, evaluate_part, rehearse
+from elche_worker.model.evaluation import Evaluated, evaluate, evaluate_part, rehearse, rehearse_modes
 from elche_worker.model.frozen import LeftOut
 from elche_worker.model.layout import Layout
 from elche_worker.model.mean import decay_of, mean_in_model, what_resumes
@@ -272,6 +272,8 @@ class Replica:
                     optimizers=self.optimizers,
                 )
             self._reshard()
+        elif self._job.evaluate is not None:
+            rehearse_modes(self.model, self.launch.file_name, self.optimizers)
         if warms_up:
             self.warm_up()
 

@@ -26,7 +26,7 @@ from elche_worker.device.kinds import kind_of
 from elche_worker.device.rng import seed_all
 from elche_worker.device.streams import DeviceStreams, new_streams, pin_accumulators
 from elche_worker.model.batch_size import is_auto, rank_batch_size
-from elche_worker.model.evaluation import evaluate, evaluate_part, metrics_of, rehearse
+from elche_worker.model.evaluation import evaluate, evaluate_part, metrics_of, rehearse, rehearse_modes
 from elche_worker.model.mean import MeanOfModel, decay_of
 from elche_worker.model.modes import evaluated_weights, what_is_still
 from elche_worker.model.own_state import OwnState, build_own_state
@@ -120,6 +120,8 @@ class _Training:
 
     def rehearse(self) -> None:
         """Evaluates a batch and drops the outcome, so that a job that cannot be evaluated fails before it trains."""
+        if self._job.evaluate is not None:
+            rehearse_modes(self._built.model, FILE, self._built.all_optimizers)
         if self._eval_dataset is None:
             return
         with self._own_state.on_trial():
