@@ -187,6 +187,12 @@ def test_what_ranks_print_is_shown_where_it_does_not_disturb(place: Path, option
     assert "it is done" not in done.stdout + done.stderr
 
 
+def test_where_warnings_are_errors_a_run_says_nothing_of_them(place: Path) -> None:
+    """Python said that it ignored files which nobody had closed."""
+    done = run(place, JOB="succeeds", PYTHONWARNINGS="error")
+    assert (done.returncode, done.stderr) == (0, "elche: the data set is short\n")
+
+
 def test_the_way_to_go_on_is_the_last_line(place: Path) -> None:
     unfinished = {"format": 2, "saved_at": 1, "files": {}, "tensors": [], "settings": {}}
     unfinished |= {"num_ranks": 1, "file_name": "digits.py", "job": "j-1"}

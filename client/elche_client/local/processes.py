@@ -22,6 +22,8 @@ TAIL_BYTES = 4096
 """Bytes at the end of a log that are read for a message."""
 STOP_GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL."""
+CLOSE_S = 1.0
+"""Seconds for its pipes to be closed, which a process that it has left behind may keep open."""
 MAX_RESTARTS = 5
 RESTARTS_WITHIN_S = 60.0
 """A process that was killed more than `MAX_RESTARTS` times within this many seconds is not restarted."""
@@ -65,7 +67,8 @@ class ChildProcess:
         """Arguments with which it is restarted after it was killed; None: it is not restarted."""
         self._restarts_s: list[float] = []
         self._process = self._start(arguments)
-        Thread(target=self._listen, name=f"{name} process", daemon=True).start()
+        self._listener = Thread(target=self._listen, name=f"{name} process", daemon=True)
+        self._listener.start()
 
     def restart_with(self, arguments: Sequence[str]) -> None:
         """Has it restarted, with these arguments, when a signal kills it."""
@@ -96,6 +99,9 @@ class ChildProcess:
                     text = line.decode("utf-8", "replace").rstrip("\r\n")
                     self._notifications.put(ProcessOutput(process=self.name, line=text))
             code = self._process.wait()
+            for pipe in filter(None, (self._process.stdin, self._process.stdout)):
+                with suppress(OSError):  # it has not read all
+                    pipe.close()
             if not self._restart(code):
                 break
             self._notifications.put(ProcessRestarted(process=self.name, number=-code))
@@ -104,7 +110,7 @@ class ChildProcess:
     def tell(self, line: str) -> None:
         """Writes a line to its standard input. Ignores a process that has ended, which makes a notification."""
         assert self._process.stdin is not None
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # the other end, or this one, is closed
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
 
@@ -133,6 +139,7 @@ class ChildProcess:
             self._process.wait(grace_s)
         self.kill()
         self._process.wait()
+        self._listener.join(CLOSE_S)
 
     def kill(self) -> None:
         """Kills the process and its session."""

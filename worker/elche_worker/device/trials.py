@@ -152,8 +152,9 @@ class _Forked:
             os.close(self._reading)
         if code is None:
             os.kill(self.pid, signal.SIGKILL)
-        self._output.seek(0)
-        return outcome, self._output.read().decode(errors="replace"), code
+        with self._output as file:
+            file.seek(0)
+            return outcome, file.read().decode(errors="replace"), code
 
 
 def _is_readable(descriptor: int, deadline_s: float | None) -> bool:
