@@ -134,3 +134,9 @@ def test_a_script_that_reads_standard_input_is_told_that_it_is_empty(
     assert [*sys.stdin] == []
     assert sys.stdin.read() == ""
     assert capsys.readouterr().err.count("elche: standard input is empty for ranks") == 1
+
+
+def test_an_empty_standard_input_is_no_file_that_nobody_has_closed() -> None:
+    code = "from elche.output import use_empty_input; use_empty_input()"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, timeout=100)
+    assert done.stderr == b""
