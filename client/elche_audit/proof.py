@@ -367,7 +367,7 @@ class _Judge:
         told = result["committed_samples"]
         if not told and chain:
             self._verdict.notes.append(
-                f"{RECORD} has no samples: the job ended after it had gone back, and before it trained"
+                f"{RECORD} has no samples: the job had gone back and not trained again, or `elche run` got no result"
             )
             return chain
         versions = {books.version for books in self._run.checkpoints}

@@ -384,14 +384,13 @@ class Client:
         """
         request = pb.StreamLogsRequest(job_id=job_id, rank=rank, max_bytes=max_bytes, follow=follow, with_times=True)
         lines, lost_s = RankLines(), -math.inf
-        if follow:
-            self.get(job_id)  # a job that is queued is answered late, and then its coordinator is known
         while True:
             heard_s = math.inf
             try:
-                for line in self._logs_once(request, lines):
-                    heard_s = min(heard_s, time.monotonic())
-                    yield line
+                if follow:
+                    self.get(job_id)  # the logs of ranks that print nothing do not show that the coordinator is there
+                    heard_s = time.monotonic()
+                yield from self._logs_once(request, lines)
                 return
             except Unreachable as error:
                 if not follow or not lines.can_go_on:
@@ -405,7 +404,6 @@ class Client:
             call = self._stub.StreamLogs(request, metadata=self._metadata)
             try:
                 for part in call:
-                    self._was_answered = True
                     if part.error:
                         yield LogLine(rank=part.rank, error=part.error)
                     if part.HasField("begins"):
@@ -445,11 +443,11 @@ class Client:
                 lost_s = self._outlast(error, heard_s, lost_s)
 
     def _outlast(self, error: Unreachable, heard_s: float, lost_s: float) -> float:
-        """Waits before a stream is tried again that said its first word at `heard_s`; returns since when it is lost.
-        Raises the error once that has been for too long.
+        """Waits before a broken stream is tried again; returns since when the coordinator is lost. Raises the error
+        once that has been for too long. `heard_s`: when the coordinator answered this stream, infinite if it did not.
         """
         now_s = time.monotonic()
-        # Not from its beginning: to a host that is gone, a connection is tried for 20 s.
+        # Not since the stream was tried: to a host that is gone, a connection is tried for 20 s.
         if lost_s == -math.inf or now_s - heard_s > STEADY_S:
             lost_s = now_s
             if self._was_answered and self._reconnect_s:

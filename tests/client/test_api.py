@@ -20,11 +20,13 @@ from elche_client import (
     JobResult,
     JobState,
     JobView,
+    LogLine,
     RankResult,
     RankView,
     RoundReport,
 )
 from elche_client import client as client_module
+from elche_client.transport.rank_output import RankLines
 from support.scripted import (
     CANCELLED,
     EPOCH,
@@ -342,6 +344,24 @@ def test_a_watch_of_a_coordinator_that_is_gone_for_good_ends(monkeypatch: pytest
     with connected(ScriptedJobs(VIEW, grpc.StatusCode.UNAVAILABLE)) as client, pytest.raises(Unreachable):
         list(client.job("j-1").watch())
     assert attempts == [0, 0, 20, 40]
+
+
+def test_logs_that_say_nothing_outlast_a_coordinator_that_is_lost_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks had printed nothing since the first time, which counted as if it had been away since then."""
+    now_s, attempts = [0.0], list[float]()
+
+    def logs_once(self: Client, request: pb.StreamLogsRequest, lines: RankLines) -> Iterator[LogLine]:
+        attempts.append(now_s[0])
+        now_s[0] += 600
+        if len(attempts) < 3:
+            raise Unreachable("the coordinator is killed")
+        yield LogLine(rank=0, text="the end")
+
+    monkeypatch.setattr(Client, "_logs_once", logs_once)
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=lambda s: None))
+    with connected(ScriptedJobs(VIEW, UNTIL_CANCELLED)) as client:
+        assert [line.text for line in client.logs("j-1", follow=True)] == ["the end"]
+    assert attempts == [0, 600, 1200]
 
 
 def test_a_coordinator_that_stops_breaks_the_watch() -> None:

@@ -110,8 +110,8 @@ WRONG: dict[Callable[[Left], None], str] = {
     missing_piece: "after event 63 its tape has 3 events up to number 69",
     piece_that_is_there_twice: "after event 63 its tape has 3 events up to number 63",
     missing_entry: "after event 63 its tape has 2 events up to number 66",
-    entry_that_is_none: "what its tape has as event 68 is none",
-    event_that_is_none: "what its tape has as event 68 is none",
+    entry_that_is_none: "entry 68 of its tape is no event",
+    event_that_is_none: "entry 68 of its tape is no event",
 }
 
 

@@ -14,7 +14,7 @@ from elche_worker.model.checkpoint import CheckpointData, Loaded, other_buffers
 from elche_worker.model.evaluation import evaluate
 from elche_worker.model.layout import Layout
 from elche_worker.model.modes import evaluated_weights, what_is_still
-from elche_worker.model.savable import check_savable, check_state, check_steps
+from elche_worker.model.savable import check_savable, check_state, check_steps, take_form
 from elche_worker.model.step import build_model
 from elche_worker.model.storage import results_of_views
 from elche_worker.model.tensors import flattened, unflattened
@@ -292,6 +292,17 @@ def test_a_buffer_that_was_made_in_inference_mode_can_be_written_to() -> None:
     check_savable(built.model)
     built.model(torch.ones(4, 2))
     assert built.model.running_mean.tolist() == pytest.approx([0.55, 0.55])
+
+
+def test_a_buffer_of_inference_mode_that_two_modules_share_stays_one() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with torch.inference_mode():
+        shared = torch.zeros(2)
+    for one in model:
+        one.register_buffer("mask", shared)
+    take_form(model)
+    assert model[0].mask is model[1].mask
+    assert not model[0].mask.is_inference()
 
 
 def test_a_parameter_that_was_made_in_inference_mode_is_refused_by_name() -> None:

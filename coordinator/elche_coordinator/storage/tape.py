@@ -179,7 +179,7 @@ def read(store: SqlStore) -> Recorded | None:
 
 
 def _unpickled(pieces: list[bytes], lasts: list[int], last: int) -> Iterator[Entry]:
-    """The events after number `last`. Raises `Broken` if some are missing, or are none."""
+    """The events after number `last`. Raises `Broken` if some are missing, or there twice, or an entry is no event."""
     for piece, end in zip(pieces, lasts, strict=True):
         entries = loads(unsealed(piece))
         if last + len(entries) != end:
@@ -187,7 +187,7 @@ def _unpickled(pieces: list[bytes], lasts: list[int], last: int) -> Iterator[Ent
         for entry in entries:
             last += 1
             if not isinstance(entry, Entry) or not isinstance(entry.event, Event) or not isfinite(entry.at_s):
-                raise Broken(f"what its tape has as event {last} is none")
+                raise Broken(f"entry {last} of its tape is no event")
             yield entry
 
 

@@ -40,7 +40,7 @@ class DeliverRequest(_message.Message):
     """Why there is no file, as text for people; nothing follows."""
     offset: _builtins.int
     """Where in the file the data that follow begin, in bytes: of a model, in the first message with `sha256`; of a log, in its
-    first message with data.
+    first message after the one with the name.
     """
     sha256: _builtins.str
     """Of a model: SHA-256 of the whole file, in hex; before its first data."""

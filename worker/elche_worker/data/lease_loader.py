@@ -101,10 +101,10 @@ class WorkerLost(ElcheError, RuntimeError):
 
     @classmethod
     def of(cls, error: BaseException) -> BaseException:
-        """Converts an error of the loader that shows a worker's death, by torch's message or a closed connection;
-        returns others unchanged.
+        """Converts an error of the loader that shows a worker's death, by torch's message or a connection that is
+        closed or gone; returns others unchanged.
         """
-        # The last: the socket of a worker from which a tensor is to come.
+        # FileNotFoundError: the socket through which a dead worker was to send a tensor is gone.
         is_closed = isinstance(error, EOFError | ConnectionError | FileNotFoundError)
         is_lost = is_closed or "DataLoader worker" in str(error)
         words = next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -164,14 +164,14 @@ class Layout:
         if sizes_of(self._optimizers) != self._sizes:
             raise InvalidJob(
                 f"the optimizer's groups of parameters have changed: {FIXED}. Let optimizer() return all groups: a "
-                "rank that is started again, or goes on from a checkpoint, has those"
+                "rank that is started again, or resumes from a checkpoint, has only those"
             )
         self._check_kept()
 
     def _check_kept(self) -> None:
         """Raises `InvalidJob` if a frozen parameter is trained now, or a trained one was replaced: the optimizer would
-        go on with the former one. And for an empty buffer that has values now: no other rank would take them, and no
-        resumed one.
+        go on with the former one. Also if a buffer that was empty has values now: other ranks would not get them, and
+        no checkpoint with them could be resumed from.
         """
         for entry in self._empty:
             entry.tensor  # noqa: B018

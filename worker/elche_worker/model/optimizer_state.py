@@ -12,8 +12,8 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 def groups_in(state: Mapping[str, Any], optimizer: Optimizer) -> Groups:
-    """The groups of an optimizer's saved state; those of the optimizer where its `state_dict` is of another form, as of
-    one that holds another one.
+    """The groups of an optimizer's saved state; the optimizer's own where the state has none, as that of a wrapper with
+    a `state_dict` of its own form.
     """
     groups: Groups = state.get("param_groups", optimizer.param_groups)
     return groups

@@ -33,10 +33,11 @@ def take_form(model: nn.Module) -> None:
             stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         ):
             tensor.data = tensor.data.contiguous()
+    copies: dict[torch.Tensor, torch.Tensor] = {}  # a buffer that several modules share stays one
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if buffer.is_inference():
-                module._buffers[name] = buffer.clone()
+                module._buffers[name] = copies.setdefault(buffer, buffer.clone())
 
 
 def problem_of_model(model: nn.Module) -> str:

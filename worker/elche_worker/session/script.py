@@ -114,7 +114,9 @@ def has_several_ranks() -> bool:
 
 
 def changed_place() -> str:
-    """Returns that the script has changed the variables by which its launcher tells it which rank it is; "" if not."""
+    """Returns why this process no longer knows which rank it is: the script has changed its launcher's variables; "" if
+    it has not.
+    """
     if not has_several_ranks():
         return ""
     rank, size, local_rank, local_size = (
@@ -126,8 +128,8 @@ def changed_place() -> str:
         return ""
     return (
         f"RANK is {rank} and WORLD_SIZE is {size} in process {local_rank} of the {local_size} that the launcher has "
-        "started here, so that ranks would not find each other, and each train alone: leave out what sets these in "
-        "os.environ, or start the script as one process"
+        "started here, so that ranks would not find each other, and each would train alone: leave out what sets these "
+        "in os.environ, or start the script as one process"
     )
 
 

@@ -18,7 +18,7 @@ from elche_worker.trainer.optimizers import problem_of_optimizers
 
 def check_is_main() -> None:
     """Raises `Misuse` in a process that imports the script because the script has started it by spawn or forkserver:
-    each would train on its own, or wait for the other ranks. And in one that does not know any more which rank it is.
+    each would train on its own, or wait for the other ranks. Likewise if the script has changed RANK or WORLD_SIZE.
     """
     if getattr(current_process(), "_inheriting", False):  # what multiprocessing itself looks at before it starts one
         raise Misuse(

@@ -398,7 +398,7 @@ def check_loader(loader: Any) -> str:
         return (
             f"{type(loader).__name__} has an __iter__ of its own, which would not be called, since every rank reads "
             "the samples of its parts itself: give a torch DataLoader, and let collate_fn do what that __iter__ does "
-            "to batches. Samples are fetched ahead, and an epoch goes on in its middle, without it"
+            "to batches. What fetches ahead, or resumes within an epoch, can be left out: elche does both"
         )
     if isinstance(loader.sampler, DistributedSampler):
         return "give set_data_loader the loader without its DistributedSampler: it splits every batch itself"

@@ -77,8 +77,8 @@ class Optimizers:
         return {str(key): one.state_dict() for key, one in self.by_key.items()}
 
     def moments(self) -> dict[str, Any]:
-        """The optimizers' states of parameters, by key, without settings, which the script may change as it trains; all
-        of a state that is of another form than torch's.
+        """The optimizers' states of parameters, by key, without settings, which the script may change as it trains. A
+        state without torch's key "state" is given whole.
         """
         states = {str(key): one.state_dict() for key, one in self.by_key.items()}
         return {key: one.get("state", one) for key, one in states.items()}
