@@ -58,7 +58,9 @@ def add_flush() -> None:
 
 def use_empty_input() -> None:
     """Gives this process an empty standard input, and says so once the script reads it."""
-    null = _EmptyInput(os.open(os.devnull, os.O_RDONLY), closefd=False)  # else Python warns at its end: nobody closes it
+    null = _EmptyInput(
+        os.open(os.devnull, os.O_RDONLY), closefd=False
+    )  # else Python warns at its end: nobody closes it
     sys.stdin = io.TextIOWrapper(io.BufferedReader(null), encoding="utf-8")
 
 

@@ -104,8 +104,9 @@ class WorkerLost(ElcheError, RuntimeError):
         """Converts an error of the loader that shows a worker's death, by torch's message or a connection that is
         closed or gone; returns others unchanged.
         """
-        # FileNotFoundError: the socket through which a dead worker was to send a tensor is gone.
-        is_closed = isinstance(error, EOFError | ConnectionError | FileNotFoundError)
+        # The socket through which a dead worker was to send a tensor is gone; other missing files have names.
+        is_gone = isinstance(error, FileNotFoundError) and error.filename is None
+        is_closed = is_gone or isinstance(error, EOFError | ConnectionError)
         is_lost = is_closed or "DataLoader worker" in str(error)
         words = next(iter(str(error).splitlines()), "") or type(error).__name__
         return cls(f"a worker process of the loader (num_workers) has died: {words}") if is_lost else error

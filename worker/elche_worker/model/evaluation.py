@@ -139,12 +139,12 @@ def rehearse(
         raise InvalidJob(f"{file_name}: {missing_metric(job.monitor, metrics)}")
 
 
-def rehearse_modes(model: nn.Module, file_name: str, optimizers: Sequence[Optimizer] = ()) -> None:
+def rehearse_modes(model: nn.Module, file_name: str) -> None:
     """Goes into eval mode and back, as each call of `evaluate` does, so that a model that cannot is found before
     training.
     """
     try:
-        with evaluating(model, optimizers):
+        with evaluating(model):
             pass
     except TypeError as error:
         raise InvalidJob(

@@ -273,7 +273,7 @@ class Replica:
                 )
             self._reshard()
         elif self._job.evaluate is not None:
-            rehearse_modes(self.model, self.launch.file_name, self.optimizers)
+            rehearse_modes(self.model, self.launch.file_name)
         if warms_up:
             self.warm_up()
 

@@ -121,7 +121,7 @@ class _Training:
     def rehearse(self) -> None:
         """Evaluates a batch and drops the outcome, so that a job that cannot be evaluated fails before it trains."""
         if self._job.evaluate is not None:
-            rehearse_modes(self._built.model, FILE, self._built.all_optimizers)
+            rehearse_modes(self._built.model, FILE)
         if self._eval_dataset is None:
             return
         with self._own_state.on_trial():

@@ -63,7 +63,7 @@ class LoopCheckpoints:
         self._frozen: list[str] | None = None
         """Parameters that were frozen in the loaded checkpoint, until the first step."""
         self._has_hinted = self._has_said_turns = False
-        self._sizes = _sizes_of_buffers(model)
+        self._sizes: dict[str, list[int]] = {}
         """The sizes that the script has given to the buffers that checkpoints have."""
         self._begins_anew = False
         """True in a resumed script if the checkpoint is of another of its trainers."""
@@ -80,6 +80,7 @@ class LoopCheckpoints:
             flattened(extra := extra_of(self._model), {}, where="the model's extra state")
             check_savable(self._model, extra)
             check_state([*self._optimizers])
+            self._sizes = _sizes_of_buffers(self._model)
         except (InvalidJob, ValueError) as error:
             self._problem = str(error)
             if self.place:

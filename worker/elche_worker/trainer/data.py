@@ -32,6 +32,8 @@ LONGEST_EPOCH = 100
 """Times the length of its sampler or data set that an epoch may have: a sampler that gives more is taken as endless."""
 MEASURED_BATCHES = 4
 """Batches after which training's use of device memory is measured: by then the optimizer's states are allocated."""
+SAME_BATCHES = ("torchdata.", "monai.", "accelerate.")
+"""Packages whose loaders iterate in their own way over the batches of torch's: they count, fetch ahead, or move."""
 
 END_IT = (
     "give the sampler __len__, let it end after as many samples, an epoch, and begin epoch after epoch, as in "
@@ -393,8 +395,7 @@ def check_loader(loader: Any) -> str:
         return f"set_data_loader needs a torch DataLoader, not {type(loader).__name__}"
     if isinstance(loader.dataset, IterableDataset):
         return "set_data_loader needs a map-style data set, with len() and [index]; iterate others in your own loop"
-    # That of torchdata's StatefulDataLoader only counts, and elche keeps the position itself.
-    if type(loader).__iter__ is not DataLoader.__iter__ and not type(loader).__module__.startswith("torchdata."):
+    if type(loader).__iter__ is not DataLoader.__iter__ and not type(loader).__module__.startswith(SAME_BATCHES):
         return (
             f"{type(loader).__name__} has an __iter__ of its own, which would not be called, since every rank reads "
             "the samples of its parts itself: give a torch DataLoader, and let collate_fn do what that __iter__ does "
