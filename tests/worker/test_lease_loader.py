@@ -235,8 +235,8 @@ def test_a_worker_process_that_dies_is_an_error() -> None:
 def test_however_the_death_of_a_worker_process_shows_it_is_known(error: Exception) -> None:
     """It was taken for a mistake in the user's file, which ends the job."""
     assert isinstance(WorkerLost.of(error), WorkerLost)
-    mistake = RuntimeError("the shapes do not match")
-    assert WorkerLost.of(mistake) is mistake
+    for mistake in (RuntimeError("the shapes do not match"), FileNotFoundError(2, "no such folder", "/gone/pymp-1")):
+        assert WorkerLost.of(mistake) is mistake
 
 
 def test_worker_processes_are_forked_whatever_the_start_method_is() -> None:
