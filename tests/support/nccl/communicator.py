@@ -28,13 +28,16 @@ class Pace:
     kinds: frozenset[str] = frozenset()
     delay_s: float = 0.0
     """What each takes."""
+    num_held: int = 0
+    """Kernels that have waited since `hold`."""
 
     def hold(self, *kinds: str) -> None:
-        self.kinds = frozenset(kinds)
+        self.kinds, self.num_held = frozenset(kinds), 0
         self.may_run.clear()
 
     def wait(self, kind: str) -> None:
         if not self.kinds or kind in self.kinds:
+            self.num_held += 1
             self.may_run.wait()
         time.sleep(self.delay_s)
 
