@@ -170,7 +170,11 @@ def step_by_habit(scales: bool) -> None:
     scaler = torch.amp.GradScaler("cpu", enabled=scales)
     scaler.scale(model.loss_of_generator(torch.ones(2, 3))).backward()
     trainer.average_gradients(optimizer="g")
-    optimizers["d"].step()
+    before = flat(model)
+    try:
+        optimizers["d"].step()
+    finally:
+        assert torch.equal(flat(model), before), "it was stepped, and then refused"
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ class GradientAverager:
 
     def _check_before(self, key: Key, _: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         # With a closure the check cannot decide: it computes the gradients itself, and may average them.
-        if not any(arguments) and not any(named.values()):
+        if not any(arguments[1:]) and not any(named.values()):  # the first is the optimizer
             self._check_averaged(key)
 
     def _check_averaged(self, key: Key, *_: Any) -> None:
