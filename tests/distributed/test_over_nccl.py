@@ -185,7 +185,7 @@ def test_a_round_that_is_aborted_in_its_values_has_failed_and_leaves_the_model(
         pace.hold("ALLREDUCE")
         for rank in ranks:
             rank.enter()
-        until(lambda: pace.num_held == 2)  # both have agreed on the header
+        until(lambda: len(pace.held) == 2)  # both have agreed on the header
         for rank in ranks:
             assert rank.averaging.abort(SOON_S)
             with pytest.raises(CollectiveFailed, match="was aborted"):

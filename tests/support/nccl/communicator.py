@@ -28,16 +28,16 @@ class Pace:
     kinds: frozenset[str] = frozenset()
     delay_s: float = 0.0
     """What each takes."""
-    num_held: int = 0
-    """Kernels that have waited since `hold`."""
+    held: list[str] = field(default_factory=list)
+    """The kinds of the kernels that have waited since `hold`."""
 
     def hold(self, *kinds: str) -> None:
-        self.kinds, self.num_held = frozenset(kinds), 0
+        self.kinds, self.held = frozenset(kinds), []
         self.may_run.clear()
 
     def wait(self, kind: str) -> None:
         if not self.kinds or kind in self.kinds:
-            self.num_held += 1
+            self.held.append(kind)  # by several threads, of which none may be missed
             self.may_run.wait()
         time.sleep(self.delay_s)
 
