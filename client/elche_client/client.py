@@ -378,7 +378,7 @@ class Client:
     ) -> Iterator[LogLine]:
         """The end of the log of one rank, or of every rank: at most `max_bytes` of each.
 
-        With `follow` also later output, until the ranks have exited; if the coordinator is lost, it is retried as by
+        With `follow` also later output, until the job has ended; if the coordinator is lost, it is retried as by
         `watch`, and goes on with the next line. A rank whose host has disconnected yields one line with an `error`.
         Raises `InvalidJob` if there is no log at all.
         """

@@ -15,6 +15,7 @@ from elche_coordinator.archive.artifacts import Artifacts
 from elche_coordinator.archive.catalogue import JobCatalogue
 from elche_coordinator.archive.history import History
 from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages.events import JobCancelled, JobSubmitted
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.spec import JobSpec
@@ -23,7 +24,7 @@ from elche_coordinator.limits.budgets import Budget
 from elche_coordinator.roles import CALLER, Caller
 from elche_coordinator.services import log_streams as module
 from elche_coordinator.services.job_service import JobServicer
-from elche_coordinator.services.log_streams import stream_logs
+from elche_coordinator.services.log_streams import Looks, stream_logs
 from elche_coordinator.services.shared_views import VIEW_EVERY_S
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.streams.transfers import Transfers
@@ -41,6 +42,21 @@ class Hosts:
         return True
 
 
+def looks_at(view: JobView) -> Looks:
+    return Looks(newest=lambda: view, recent=lambda: (view, 0), last_change=lambda: 0)
+
+
+@pytest.mark.parametrize("stamp", [b"", b"2026-01-31T12:00:00Z "], ids=["", "with times"])
+def test_a_log_is_read_on_from_its_first_line_that_is_not_whole(stamp: bytes) -> None:
+    text = b"one\n\nthree\nfour, which is not wh"
+    sent = b"\n".join(stamp + line for line in text.split(b"\n"))
+    for num_bytes in (1, 2, 5, 30, 1000):
+        position = module._Position(offset=100, num_stamp=len(stamp))
+        for begin in range(0, len(sent), num_bytes):
+            position.add(sent[begin : begin + num_bytes])
+        assert position.offset == 100 + len(b"one\n\nthree\n")
+
+
 def test_a_caller_reads_so_many_logs_at_once() -> None:
     """560 that followed a job's logs took all files and threads of the worker."""
 
@@ -55,7 +71,7 @@ def test_a_caller_reads_so_many_logs_at_once() -> None:
             CALLER.set(Caller(caller, Role.VIEWER))
             agents: Any = hosts
             request = job_pb2.StreamLogsRequest(follow=True)
-            return stream_logs(request, lambda: view, lambda: 0, agents, artifacts, budget)
+            return stream_logs(request, looks_at(view), agents, artifacts, budget)
 
         first = follow("eve")
         reading = asyncio.create_task(anext(first))
@@ -72,6 +88,36 @@ def test_a_caller_reads_so_many_logs_at_once() -> None:
         await hosts.asked.get()
         again.cancel()
         await asyncio.wait({again, of_bob})
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def test_a_rank_that_joins_is_read_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`elche logs -f` ended with the ranks that were there when it began."""
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+
+    async def story() -> None:
+        hosts, transfers, budget = Hosts(), Transfers(), Budget("logs of ranks open", 2, 100)
+        ranks = [replace(rank_view(number), log_path=f"/logs/{number}") for number in range(3)]
+        now, change = replace(job_view(1), ranks=tuple(ranks[:1])), 0
+        nothing: Any = SimpleNamespace(load_artifacts=dict, manifest_bytes={})
+        artifacts, agents = Artifacts("", nothing, nothing, nothing, transfers), hosts
+        CALLER.set(Caller("eve", Role.VIEWER))
+        looks = Looks(newest=lambda: now, recent=lambda: (now, change), last_change=lambda: change)
+        request = job_pb2.StreamLogsRequest(follow=True)
+        parts = stream_logs(request, looks, agents, artifacts, budget)  # type: ignore[arg-type]
+        reading = asyncio.ensure_future(anext(parts))
+        first = await hosts.asked.get()
+        now, change = replace(now, ranks=tuple(ranks)), 1
+        joined = await hosts.asked.get()
+        part = await reading
+        assert (part.rank, part.error[:41]) == (2, "you have 3 logs of ranks open at once, an")
+        for name, text in ((joined, b"joins"), (first, b"was there")):
+            await transfers.deliver(name, text)
+            assert (await anext(parts)).data == text
+            await transfers.deliver(name, None)
+        now, change = replace(now, state="succeeded"), 2
+        assert [part async for part in parts] == []
 
     asyncio.run(asyncio.wait_for(story(), 60))
 
@@ -93,8 +139,8 @@ def test_few_chunks_are_taken_for_who_reads_none() -> None:
                 num_taken += 1
 
         request = job_pb2.StreamLogsRequest(follow=True)
-        follow = stream_logs(request, lambda: view, lambda: 0, agents, artifacts, budget)
-        reading = asyncio.create_task(anext(follow))  # type: ignore[arg-type]
+        follow = stream_logs(request, looks_at(view), agents, artifacts, budget)
+        reading = asyncio.create_task(anext(follow))
         delivering = [asyncio.create_task(deliver(await hosts.asked.get())) for _ in range(2)]
         assert (await reading).data == b"a line"
         await asyncio.sleep(0.1)

@@ -99,6 +99,30 @@ def test_logs_are_followed_on_when_the_coordinator_comes_back(
     assert seen == list(range(len(seen))), "each line comes once"
 
 
+def test_logs_are_followed_into_the_next_process_of_a_rank(cluster: Cluster, job_file: JobFile) -> None:
+    """`elche logs -f` said that it goes on until the job ends, and ended a rank's log with its process."""
+    numbered = PRINTS.replace('f"a batch on {rank}"', '"no", os.getpid(), next(numbers)')
+    path = job_file("linear.py", "import itertools\nnumbers = itertools.count()", numbered)
+    handle = cluster.client.submit(path, num_ranks=2, epochs=100_000)
+    followed, seen = handle.logs(rank=1, follow=True), dict[str, list[int]]()
+    for line in followed:
+        match line.text.split():
+            case ["no", pid, number]:
+                numbers = seen.setdefault(pid, [])
+                numbers.append(int(number))
+                if len(seen) == 2 and len(numbers) == 20:
+                    break
+                if len(numbers) == 20:
+                    # It takes all slots: the other job waits for them in the queue.
+                    cluster.client.submit(job_file(), num_ranks=2, epochs=1, priority=1).result()
+    assert len(seen) == 2
+    assert all(numbers == list(range(len(numbers))) for numbers in seen.values()), "each line comes once"
+    handle.cancel()
+    for _line in followed:
+        pass
+    assert ended(cluster.client, handle.id).state is JobState.CANCELLED, "it is followed until its end"
+
+
 def test_whoever_follows_leaves_when_he_likes(cluster: Cluster, job_file: JobFile) -> None:
     threads = Path(f"/proc/{cluster.agent.process.pid}/task")
     handle = cluster.client.submit(job_file("linear.py", PRINTS), num_ranks=1, epochs=10_000)

@@ -42,6 +42,7 @@ class RankView(views.RankView):
     gauges: Gauges
     durations: Histogram
     agent_id: str = ""
+    incarnation: int = 0
     folder: str = ""
     """Id of its agent's work folder, where its log is; empty: unknown."""
 
@@ -348,6 +349,7 @@ def _describe_rank(
         durations=record.durations.copy(),
         stalled_s=0.0 if silent_since_s is None else now_s - silent_since_s,
         agent_id=record.agent_id,
+        incarnation=record.incarnation,
         folder=record.folder,
     )
 

@@ -24,7 +24,7 @@ from elche_coordinator.roles import CALLER, HAS_CHANGED
 from elche_coordinator.services import requests
 from elche_coordinator.services.faults import Faults
 from elche_coordinator.services.link_trials import LinkTrials
-from elche_coordinator.services.log_streams import stream_logs
+from elche_coordinator.services.log_streams import Looks, stream_logs
 from elche_coordinator.services.shared_views import VIEW_EVERY_S, SharedViews
 from elche_coordinator.services.submission import check_settings, check_spec
 from elche_coordinator.storage.bundles import Bundles
@@ -186,14 +186,12 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     async def StreamLogs(
         self, request: job_pb2.StreamLogsRequest, context: Context
     ) -> AsyncIterator[job_pb2.StreamLogsResponse]:
-        parts = stream_logs(
-            request,
-            lambda: self._views.newest(request.job_id),
-            lambda: self._driver.last_change(request.job_id),
-            self._driver.agents,
-            self._artifacts,
-            self._logs,
+        looks = Looks(
+            newest=lambda: self._views.newest(request.job_id),
+            recent=lambda: self._views.recent_and_change(request.job_id),
+            last_change=lambda: self._driver.last_change(request.job_id),
         )
+        parts = stream_logs(request, looks, self._driver.agents, self._artifacts, self._logs)
         async with aclosing(parts):
             async for part in parts:
                 yield part

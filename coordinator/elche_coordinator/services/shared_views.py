@@ -47,8 +47,15 @@ class SharedViews(Generic[View]):
 
     def recent(self, job_id: str) -> View:
         """The job as it was a moment ago."""
+        return self.recent_and_change(job_id)[0]
+
+    def recent_and_change(self, job_id: str) -> tuple[View, int]:
+        """The job as it was a moment ago, and the number of the event that had changed it last."""
         made = self._made.get(job_id)
-        return made.view if made is not None and self._is_recent(made) else self._make_new(job_id)
+        if made is None or not self._is_recent(made):
+            self._make_new(job_id)
+            made = self._made[job_id]
+        return made.view, made.change
 
     def _is_recent(self, made: _Made[View]) -> bool:
         return self._now() - made.at_s < max(VIEW_EVERY_S, VIEW_COST * made.took_s)

@@ -555,7 +555,9 @@ class StreamLogsRequest(_message.Message):
     max_bytes: _builtins.int
     """Largest part of the end of each log, in bytes."""
     follow: _builtins.bool
-    """True to stream what is appended to the logs until the ranks exit. Waits for a job that is queued."""
+    """True to stream what is appended to the logs until the job ends, also by later processes and ranks. Waits for a job that
+    is queued.
+    """
     with_times: _builtins.bool
     """True if each line begins with its time, as in `SendLog`."""
     @_builtins.property
