@@ -286,14 +286,18 @@ def test_a_job_that_waits_can_be_cancelled(simulate):
 
 
 def test_a_job_that_waits_to_go_back_still_has_its_checkpoints_and_so_has_its_result(simulate):
+    """Of a job that was cancelled while it waited, the result said that it had made no epoch."""
     simulation = simulate(ranks(*THREE), epochs=3, dataset_size=2000, checkpoint_every_epochs=1)
     simulation.run_until(lambda: has_saved(simulation))
     kept = tuple(simulation.training.checkpoints.kept)
     kill_all(simulation)
     simulation.run_until(lambda: simulation.job.phase is JobPhase.QUEUED)
-    assert describe_training(simulation.job, simulation.clock.now_s).checkpoints == kept
+    view = describe_training(simulation.job, simulation.clock.now_s)
+    assert (view.checkpoints, view.epoch) == (kept, kept[-1].epoch)
     simulation.handle(JobCancelled(job_id=JOB))
-    assert simulation.run().checkpoints == kept
+    result = simulation.run()
+    assert (result.checkpoints, result.epochs) == (kept, kept[-1].epoch)
+    assert result.epochs > 0
 
 
 def test_what_is_kept_of_a_job_says_where_it_would_go_on(simulate):

@@ -145,6 +145,8 @@ def describe_training(job: ManagedJob, now_s: float) -> JobView:
     # A job that waits to go on from a checkpoint has no training.
     kept = tuple(run.kept)
     view = replace(_describe(job, state, _reason(job), ranks, now_s), counts=job.counts, checkpoints=kept)
+    if kept:
+        view = replace(view, epoch=kept[-1].epoch, metrics=kept[-1].metrics)
     if run.backend is not None:
         view = replace(view, backend=str(run.backend), backend_name=run.backend.backend)
     if run.training is not None:

@@ -647,7 +647,11 @@ class ManagedJob(PlacedJob):
         return {rank: record.num_batches for rank, record in self.ranks.items()}
 
     def complete(self, result: JobResult) -> JobResult:
-        """Adds the training's figures to the result; of a job that has gone back and waits, only its checkpoints."""
+        """Adds the training's figures to the result; of a job that has gone back and waits, those of its newest
+        checkpoint, which is all that is left of it.
+        """
         if self.run.training is None:
-            return replace(result, checkpoints=tuple(self.run.kept))
+            result = replace(result, checkpoints=tuple(self.run.kept))
+            newest = self.run.kept[-1] if self.run.kept else None
+            return result if newest is None else replace(result, epochs=newest.epoch, metrics=newest.metrics)
         return with_training(result, self.run.training, self.run.model, self.ranks)
