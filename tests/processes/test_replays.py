@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from elche.errors import InvalidJob
 from elche_audit.rank_file import read
 from elche_worker import replay
-from support.real_processes import Command
+from support.real_processes import Cluster, Command
 
 pytestmark = pytest.mark.slow(reason="ranks are killed and started again")
 
@@ -74,3 +75,47 @@ def test_each_attempt_of_a_run_that_went_back_to_a_checkpoint(elche: Elche, job_
     shutil.rmtree(tmp_path / "out/checkpoints")
     with pytest.raises(InvalidJob, match="from which it went on, is missing"):
         replay(tmp_path / "out")
+
+
+SENT = """
+import helper
+from pathlib import Path
+
+inner = train_step
+
+def train_step(model, batch):
+    factor = helper.factor() + float(Path("offset.txt").read_text())
+    values = inner(model, batch)
+    return {**values, "loss": values["loss"] * factor}
+
+import dataclasses
+job = dataclasses.replace(job, train_step=train_step, audit=True)
+"""
+HELPER = """
+calls = 0
+
+def factor():
+    global calls
+    calls += 1
+    return 1 + 0.1 * (calls % 3)
+"""
+
+
+def test_a_job_that_was_sent_with_its_folder_is_repeated_in_its_copy(
+    cluster: Cluster, job_file: JobFile, tmp_path: Path
+) -> None:
+    """Such a run, which is what `elche submit` makes by default, had no replay."""
+    path = job_file("linear.py", SENT)
+    (path.parent / "helper.py").write_text(HELPER)
+    (path.parent / "offset.txt").write_text("0.25")
+    handle = cluster.client.submit(path, folder=path.parent, num_ranks=2, epochs=3, verify_rounds=True)
+    run = Path(handle.result().model).parent
+    (path.parent / "helper.py").write_text("")
+    here = Path.cwd()
+    again = replay(run, out=tmp_path / "again")
+    assert (again.difference, Path.cwd(), "helper" in sys.modules) == ("", here, False)
+    assert again.num_compared > 1
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
+    next(run.glob("code-*")).rename(tmp_path / "elsewhere")
+    with pytest.raises(InvalidJob, match=r"code-[0-9a-f]{12}, the folder of the job, is missing"):
+        replay(run)

@@ -169,7 +169,10 @@ def replay_run(
         if not _is_command(command):
             raise ValueError
     except OSError as error:
-        raise InvalidJob(f"{folder} holds no run that can be replayed: {error.filename} is missing") from None
+        raise InvalidJob(
+            f"{folder} holds no run of `elche run`: {error.filename} is missing. --one-process repeats what a worker "
+            "has of a submitted job with --audit true"
+        ) from None
     except DecodeError:
         raise InvalidJob(f"{folder / CADENCE} was not written by elche run, or is damaged") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):

@@ -24,6 +24,11 @@ GIVE_UP_S = 60.0
 """Seconds without a byte, over all attempts, after which a download fails."""
 
 
+def code_folder(bundle: str) -> str:
+    """The name of the folder into which a bundle is unpacked, in the job's folder on each host."""
+    return f"code-{bundle[:12]}"
+
+
 def enter_folder(launch: Launch, channel: grpc.Channel) -> None:
     """Makes the job's folder the working directory of this process, from which modules can be imported.
 
@@ -31,7 +36,7 @@ def enter_folder(launch: Launch, channel: grpc.Channel) -> None:
     """
     if not launch.bundle:
         return
-    folder = Path(launch.output_dir) / f"code-{launch.bundle[:12]}"
+    folder = Path(launch.output_dir) / code_folder(launch.bundle)
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (folder.parent / f".{folder.name}.lock").open("w") as lock:

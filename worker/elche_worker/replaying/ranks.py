@@ -54,6 +54,9 @@ class ReplayedRank:
         self._num_leased = 0
         self._rounds = recording.rounds
         self._module: Any = None
+        self._code = recording.code
+        self._modules: dict[str, Any] = {}
+        """Those that it has imported from the job's folder."""
         self._environment = {**recording.environment, "ELCHE_RANK": str(start.rank)}
         self._view: Any = None
         self._random: dict[str, Any] | None = None
@@ -106,10 +109,17 @@ class ReplayedRank:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context in which this process is the rank's: its random numbers, environment and module of the job."""
+        """Context in which this process is the rank's: its random numbers, environment, and the job's modules and
+        folder.
+        """
         had = {name: os.environ.get(name) for name in self._environment}
         before = capture_rng_state()
         os.environ.update(self._environment)
+        here = Path.cwd()
+        if self._code is not None:
+            os.chdir(self._code)
+            sys.path.append(str(self._code))
+            sys.modules.update(self._modules)
         if self._module is not None:
             sys.modules[MODULE] = self._module
         if self._view is not None:
@@ -124,6 +134,12 @@ class ReplayedRank:
         finally:
             self._random = capture_rng_state()
             restore_rng_state(before)
+            if self._code is not None:
+                self._modules = _modules_of(self._code)
+                for name in self._modules:
+                    del sys.modules[name]
+                sys.path.remove(str(self._code))
+                os.chdir(here)
             for name, value in had.items():
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
@@ -217,3 +233,13 @@ def device_for(recorded: str, wanted: str) -> str:
     if kind == "cuda" and (torch.device(device).index or 0) >= torch.cuda.device_count():
         return "cuda:0"
     return device
+
+
+def _modules_of(folder: Path) -> dict[str, Any]:
+    """The imported modules that are in a folder, also packages without a file of their own."""
+    found = {}
+    for name, module in sys.modules.items():
+        place = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
+        if isinstance(place, str) and place.startswith(f"{folder}{os.sep}"):
+            found[name] = module
+    return found

@@ -1,6 +1,7 @@
 """Reads what the rank processes of a run have written, and refuses a recording that lacks anything a replay needs."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from elche.errors import InvalidJob
 from elche_audit.rank_file import Damaged, Entered, Joined, Lost, RankFile, Received, TrainedBatch, read
 from elche_worker.rank.audited import source_digest
+from elche_worker.rank.bundle import code_folder
 
 AUDIT, COMMAND, RECORD = "audit", "run.json", "record.json"
 
@@ -53,6 +55,8 @@ class Recording:
     source: str
     """The job's file."""
     file_name: str
+    code: Path | None
+    """The folder with which the job was sent, in which its ranks ran; None: it was a single file."""
     environment: Mapping[str, str]
     files: Mapping[str, RankFile]
     """By name, in order of rank and incarnation: the processes that were in any round."""
@@ -100,13 +104,15 @@ def read_recording(folder: Path, *, until_round: int | None, attempt: int | None
     command = _json(folder / COMMAND)
     if chosen == attempts[-1]:
         _check_end(folder, newest)
-    source, file_name = _source(place, files)
+    code = _code(folder, place, files)
+    source, file_name = _source(place, files, code)
     return Recording(
         folder=folder,
         job=place.name,
         attempt=chosen,
         source=source,
         file_name=file_name,
+        code=code,
         environment={str(name): str(value) for name, value in dict(command.get("environment", {})).items()},
         files=files,
         generations=generations,
@@ -130,8 +136,6 @@ def _files(place: Path) -> dict[str, RankFile]:
             raise InvalidJob(f"{place}: {file.name} is a file of job {start.job}")
         if start.members > 1:
             raise InvalidJob(f"{place}: {start.members} processes share each model: such a run has no replay")
-        if start.code:
-            raise InvalidJob(f"{place}: the job was sent with its folder ({start.code[:40]}): such a run has no replay")
     return {file.name: file for file in sorted(files, key=lambda one: (one.start.rank, one.start.incarnation))}
 
 
@@ -203,20 +207,41 @@ def _check_end(folder: Path, newest: RecordedAveraging) -> None:
         )
 
 
-def _source(place: Path, files: Mapping[str, RankFile]) -> tuple[str, str]:
-    """The job's file and its name: at its original path, where its imports are found, if it has not changed."""
+def _code(folder: Path, place: Path, files: Mapping[str, RankFile]) -> Path | None:
+    """The folder with which the job was sent, if it was, as its ranks have unpacked it."""
+    name = next(iter(files.values())).start.code
+    if not name:
+        return None
+    if not re.fullmatch("[0-9a-f]{64}", name):
+        raise InvalidJob(f"{place}: the job is the module {name[:100]}, and a replay needs a file")
+    code = folder / code_folder(name)
+    if not code.is_dir():
+        raise InvalidJob(f"{folder}: {code.name}, the folder of the job, is missing: each of its hosts has it")
+    return code
+
+
+def _source(place: Path, files: Mapping[str, RankFile], code: Path | None) -> tuple[str, str]:
+    """The job's file and its name: at its original path, where its imports are found, if it has not changed. It is in
+    `code`, if the job was sent with its folder.
+    """
     starts = [file.start for file in files.values()]
     start = starts[0]
     if any(one.source != start.source or one.settings != start.settings for one in starts):
         raise InvalidJob(f"{place}: its ranks have trained two different jobs")
+    if code is not None and source_digest(source := _text(code / start.file_name)) == start.source:
+        return source, start.file_name
     for path in (Path(start.file_name), place / f"job-{start.source}.py"):
-        try:
-            source = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue
-        if source_digest(source) == start.source:
+        if source_digest(source := _text(path)) == start.source:
             return source, str(path)
     raise InvalidJob(f"{place}: job-{start.source}.py, the job's file, is missing, and {start.file_name} is another")
+
+
+def _text(path: Path) -> str:
+    """The file's text; empty if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _json(path: Path) -> dict[str, Any]:

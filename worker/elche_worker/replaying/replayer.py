@@ -175,9 +175,9 @@ def replay(
         replayed = elche_worker.replay("runs/digits-20260101-120000", until_round=17)
         replayed.model, replayed.optimizers, replayed.difference
     """
-    recording = read_recording(Path(run), until_round=until_round, attempt=attempt)
+    recording = read_recording(Path(run).absolute(), until_round=until_round, attempt=attempt)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch if out is None else out)
+        folder = Path(scratch if out is None else out).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         replayer = _Replayer(recording, device, folder)
         try:
