@@ -920,6 +920,24 @@ def test_a_batch_that_one_device_steps_twice_is_named_once(num_own: int, is_said
     assert errors.getvalue().count("each batch is two steps: leave the former out") == is_said
 
 
+def test_a_step_that_a_framework_finishes_in_a_hook_is_no_second_one() -> None:
+    """Lightning averages in the closure of the optimizer's step; on one device each batch was said to be two steps."""
+    model = new_model()
+    errors, optimizer = io.StringIO(), new_optimizer(model)
+    with contextlib.redirect_stderr(errors), Trainer.setup(model, optimizer) as trainer:
+        optimizer.register_step_post_hook(lambda *_: trainer.finish_step())
+
+        def closure() -> float:
+            loss = model(torch.ones(2, 6)).sum()
+            loss.backward()
+            trainer.average_gradients()
+            return loss.item()
+
+        for _ in range(3):
+            optimizer.step(closure)
+    assert "each batch is two steps" not in errors.getvalue()
+
+
 def set_up_seeded(is_alike: bool) -> str:
     torch.manual_seed(1 if is_alike else 1 + dist.get_rank())
     model = nn.Linear(4, 4)
