@@ -146,8 +146,11 @@ class Stepper:
     def expect_given_batches(self) -> None:
         """Called when a loader was set."""
         self._expects_given = True
-        how = "El Che sets the cadence: several batches per step (max_anchor=0: one, shared)"
-        self._notice(how if self.el_che is not None else "every batch is shared")
+        how = (
+            "each rank trains several batches per step, by its speed (El Che). With TrainerConfig(max_anchor=0) a step "
+            "is of one batch, which ranks divide"
+        )
+        self._notice(how if self.el_che is not None else "ranks divide every batch by their speed")
 
     def _take_own_batch(self, *, is_weighted: bool) -> None:
         """Called when the next step uses a batch that the loop took itself; `is_weighted`: it says how many samples."""
