@@ -190,8 +190,8 @@ def _open_files() -> Finding:
 
 
 def of_coordinator(address: str, *, is_named: bool = True) -> Iterator[Finding]:
-    """Checks the coordinator at HOST:PORT, or several, up to the first fault that prevents further checks. If nobody has
-    named the address (`is_named` False), that nothing listens there is no fault: `elche run` needs no coordinator.
+    """Checks the coordinator at HOST:PORT, or several, up to the first fault that prevents further checks. That nothing
+    listens there is no fault if nobody has named the address (`is_named` False): `elche run` needs no coordinator.
     """
     try:
         tls = contexts.tls_of(address)

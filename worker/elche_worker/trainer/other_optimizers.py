@@ -84,8 +84,8 @@ class OtherOptimizers:
             is_ours = not _parameters_of(built).isdisjoint(map(id, self._model.parameters()))
             if is_ours and not any(one._has(built) for one in _open):
                 self._notice(
-                    f"{type(built).__name__} was built of the model's parameters after Trainer.setup, whose step() "
-                    f"steps and whose checkpoints have the {type(self._optimizers.first).__name__} that it was given: "
+                    f"{type(built).__name__} was built of the model's parameters after Trainer.setup, but step() and "
+                    f"checkpoints use the {type(self._optimizers.first).__name__} that Trainer.setup was given: "
                     "change that one (optimizer.add_param_group(...), optimizer.param_groups[0]['lr'] = ...), or close "
                     "this trainer and set up another"
                 )
@@ -114,7 +114,7 @@ class OtherOptimizers:
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._world.size == 1:  # nothing is averaged, so each optimizer has the gradients that it should have
-            # Lightning averages in the closure of the optimizer's step, and finishes the step in a hook before this one.
+            # Lightning averages in the closure of this step, and finishes the step in a hook before this one.
             is_inside = self._averager.averaged or self._num_averaged > self._num_averaged_before
             self._was_outside |= self._has(optimizer) and not is_inside
             return

@@ -200,7 +200,7 @@ class Stepper:
         return self.planner.steps(sys.maxsize, batch_size, 0)
 
     def restore(self, plan: Mapping[str, Any]) -> None:
-        """Restores the planner's state of a checkpoint."""
+        """Restores the planner from its state in a checkpoint."""
         self._restored = plan
         self.planner.restore(plan)
 
@@ -222,8 +222,8 @@ class Stepper:
         if self.num_given - self._num_stepped > 1 and not self._has_any_gradient:
             self._taken_ahead = (
                 f"all batches of epoch {epoch} were taken before a step was made with the first of them, as "
-                f"list(trainer.epoch({epoch})) does: a checkpoint has the epoch as trained from that step on, and "
-                "every step counts as one of all its samples. Take each batch after the step before it"
+                f"list(trainer.epoch({epoch})) does: from that step on a checkpoint says that the whole epoch is "
+                "trained, and each step counts as many samples. Take each batch after the step before it"
             )
 
     @property
