@@ -147,8 +147,8 @@ class Stepper:
         """Called when a loader was set."""
         self._expects_given = True
         how = (
-            "each rank trains several batches per step, by its speed (El Che). With TrainerConfig(max_anchor=0) a step "
-            "is of one batch, which ranks divide"
+            "each rank trains several batches per step, by its speed (El Che), so that an epoch has fewer steps than "
+            "on one device. With TrainerConfig(max_anchor=0) a step is of one batch, which ranks divide"
         )
         self._notice(how if self.el_che is not None else "ranks divide every batch by their speed")
 
