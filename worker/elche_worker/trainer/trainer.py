@@ -276,7 +276,7 @@ class Trainer:
     @property
     def batch_counts(self) -> list[int]:
         """Batches of each rank per step, under El Che; else []."""
-        return self._stepper.el_che.el_che.batch_counts if self._stepper.el_che is not None else []
+        return self._stepper.el_che.batch_counts if self._stepper.el_che is not None else []
 
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate of all parameters."""
