@@ -114,9 +114,11 @@ class Evidence:
         )
 
     def shows(self, one: AuditedRound, num_rivals: int) -> bool:
-        """True if a rank with the round's result was told that it is committed, or has gone on from it in a committed
-        round, or if a checkpoint has it. A rank that has only entered a next round may be left out with both.
+        """True if a checkpoint has the round's result, or if a rank that has it was told that the round is committed,
+        or has entered a later committed round with it. A later round that is not committed shows nothing: the rank may
+        have been left out with both.
         """
+        # Without rivals a checkpoint of this version is of this round, whatever its number of samples.
         is_alone = not num_rivals and any(version == one.version for version, _ in self.kept)
         return (
             is_alone

@@ -322,6 +322,7 @@ class _Judge:
     # The coordinator's record
 
     def _check_record(self) -> None:
+        """Compares the rounds that the run's watcher has recorded with those in the ranks' files."""
         recorded = self._run.rounds
         if recorded is None or not self._is_whole:
             return
@@ -329,7 +330,7 @@ class _Judge:
         if len(recorded) == len(made):
             self._refute([_differs(*pair) for pair in zip(recorded, made, strict=True) if not _is_same(*pair)])
             return
-        rest = iter(made)  # a watcher that is away hears nothing of some rounds; it may invent none
+        rest = iter(made)  # a watcher that was away may lack rounds, but every recorded one was made
         for number, entry in enumerate(recorded, 1):
             if not any(_is_same(entry, one) for one in rest):
                 self._refute([f"no rank made {_text(entry)}, number {number} of {len(recorded)} in {CADENCE}"])

@@ -443,11 +443,12 @@ class Client:
                 lost_s = self._outlast(error, heard_s, lost_s)
 
     def _outlast(self, error: Unreachable, heard_s: float, lost_s: float) -> float:
-        """Waits before a broken stream is tried again; returns since when the coordinator is lost. Raises the error
-        once that has been for too long. `heard_s`: when the coordinator answered this stream, infinite if it did not.
+        """Waits before a broken stream is tried again; returns the time at which the coordinator was lost. Raises the
+        error when that is `reconnect_s` ago. `heard_s`: the time of the stream's first answer, infinite without one;
+        `lost_s`: what the call before has returned.
         """
         now_s = time.monotonic()
-        # Not since the stream was tried: to a host that is gone, a connection is tried for 20 s.
+        # Counted from when the stream broke, not from when it was begun: connecting to a host that is gone takes 20 s.
         if lost_s == -math.inf or now_s - heard_s > STEADY_S:
             lost_s = now_s
             if self._was_answered and self._reconnect_s:

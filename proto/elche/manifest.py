@@ -53,8 +53,9 @@ def checkpoints_in(path: Path) -> list[Path]:
     whole = [one for one in found if not one.name.startswith(".")]
     if not whole:
         raise NoCheckpoint(
-            f"{path} is not a checkpoint and contains none: no {MANIFEST} is in it; "
-            "a run writes one on Ctrl-C, every ten minutes, and with --checkpoint-every-epochs 1 after each epoch"
+            f"{path} is not a checkpoint and contains none: no {MANIFEST} is in it. "
+            "A job writes one on Ctrl-C, every ten minutes, and with --checkpoint-every-epochs 1 after each epoch; a "
+            "loop of your own on Ctrl-C, by trainer.save(), and with TrainerConfig(checkpoint_every_minutes=...)"
         )
     manifests = {one: read_manifest(one) for one in whole}
     whole.sort(key=lambda one: (*_progress(manifests[one]), one.name))

@@ -32,8 +32,8 @@ CODES: dict[type[ElcheError], grpc.StatusCode] = {
 UNKNOWN_METHOD = "Method not found!"
 """gRPC's details for a call that the server does not know."""
 HINTS = {
-    "Hostname Verification": "its certificate is for other names: connect to one of them, or make it one with "
-    "`elche certs server` that has this",
+    "Hostname Verification": "its certificate is for other names: connect to one of them, or make one that has this "
+    "name, with `elche certs server`",
     "WRONG_VERSION_NUMBER": f"what listens there does not speak TLS: unset {VARIABLE}, or start it with --tls",
     "Tls handshake failed": "its certificate is expired, or of another authority than that of "
     f"the {AUTHORITY} in the folder that {VARIABLE} names",

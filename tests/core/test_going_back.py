@@ -472,7 +472,7 @@ def test_a_checkpoint_that_is_gone_is_not_replaced_by_an_older_one_in_silence(si
     kill_all(simulation)
     error = simulation.run().error
     assert error.startswith(f"the newest checkpoint that its ranks find has version {older}, ")
-    assert f"one of version {newest} was made, in simulated/checkpoints on a: put it back there" in error
+    assert f"but one of version {newest} was written, in simulated/checkpoints on a: put it back there" in error
 
 
 @pytest.mark.parametrize("past_attempts", [0, 1], ids=["resumed", "goes back under another coordinator"])
@@ -497,4 +497,4 @@ def test_hosts_with_an_older_checkpoint_than_is_known_are_told(simulate, past_at
     told = [one.text for one in again.reports if isinstance(one, MembershipReport)]
     assert (result.outcome is Outcome.FAILED) == bool(past_attempts)
     said = result.error if past_attempts else told[0]
-    assert f"find has version {older}, and one of version {newest} was made, in simulated/checkpoints on a" in said
+    assert f"find has version {older}, but one of version {newest} was written, in simulated/checkpoints on a" in said

@@ -312,10 +312,10 @@ def what_is_said(has_loader: bool) -> str:
 def test_what_a_loop_does_with_batches_is_said_when_it_is_known(worlds: Worlds) -> None:
     first, second = worlds.run(2, what_is_said, False)
     assert second == ""
-    assert "cadence" not in first
+    assert "several batches" not in first
     assert first.count("a step after every batch of the loop's own") == 1
     with_loader, _ = worlds.run(2, what_is_said, True)
-    assert "El Che sets the cadence" in with_loader
+    assert "each rank trains several batches per step" in with_loader
     assert "a step after every" not in with_loader
 
 
@@ -918,6 +918,24 @@ def test_a_batch_that_one_device_steps_twice_is_named_once(num_own: int, is_said
         optimizer.step()
         trainer.finish_step()
     assert errors.getvalue().count("each batch is two steps: leave the former out") == is_said
+
+
+def test_a_step_that_a_framework_finishes_in_a_hook_is_no_second_one() -> None:
+    """Lightning averages in the closure of the optimizer's step; on one device each batch was said to be two steps."""
+    model = new_model()
+    errors, optimizer = io.StringIO(), new_optimizer(model)
+    with contextlib.redirect_stderr(errors), Trainer.setup(model, optimizer) as trainer:
+        optimizer.register_step_post_hook(lambda *_: trainer.finish_step())
+
+        def closure() -> float:
+            loss = model(torch.ones(2, 6)).sum()
+            loss.backward()
+            trainer.average_gradients()
+            return loss.item()
+
+        for _ in range(3):
+            optimizer.step(closure)
+    assert "each batch is two steps" not in errors.getvalue()
 
 
 def set_up_seeded(is_alike: bool) -> str:

@@ -9,10 +9,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from elche.errors import Forbidden, InvalidJob
 from elche.token import Role
 from elche_client import Client
+from elche_client.cli.main import cli
 from elche_client.commands.certificates import Authority
 from elche_client.commands.doctor import Finding, State, _averaging, of_coordinator
 from elche_client.commands.tokens import Tokens
@@ -96,6 +98,20 @@ def test_nobody_is_there(doctor: Doctor, elche: Elche, tmp_path: Path) -> None:
     faults = {one["name"]: one["text"] for one in json.loads(done.out) if one["state"] == "fault"}
     assert faults.keys() == {"disk", "port"}
     assert "nothing can be written" in faults["disk"]
+
+
+def test_a_coordinator_that_nobody_has_named_need_not_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`elche run` needs none, but where nothing else was wrong `elche doctor` found a fault."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        nobody = f"127.0.0.1:{one.getsockname()[1]}"
+    monkeypatch.setattr("elche_client.transport.contexts.DEFAULT_ADDRESS", nobody)
+    monkeypatch.setenv("ELCHE_CONFIG", str(tmp_path / "none"))
+    monkeypatch.delenv("ELCHE_COORDINATOR", raising=False)
+    done = CliRunner().invoke(cli, ["doctor", "--json", "--work-dir", str(tmp_path)], standalone_mode=False)
+    found = {one["name"]: one["state"] for one in json.loads(done.output)}
+    assert (done.return_value, found["port"]) == (0, "warning"), done.output
+    named = ["doctor", "--json", "--coordinator", nobody, "--work-dir", str(tmp_path)]
+    assert CliRunner().invoke(cli, named, standalone_mode=False).return_value == 1
 
 
 def test_several_coordinators_of_which_one_serves(cluster: Cluster, doctor: Doctor) -> None:

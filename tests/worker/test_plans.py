@@ -139,6 +139,17 @@ def test_a_rank_measures_the_batches_that_count() -> None:
     assert planner.measure(step, [(10, 5.0), (0, 7.0), (10, 6.0)], 3.0) == [11.0, 3.0]
 
 
+@pytest.mark.parametrize(("num_ranks", "ratio"), [(2, 1.0), (2, 2.3), (2, 12.0), (4, 3.0)])
+def test_an_epoch_keeps_twenty_steps_however_much_faster_other_ranks_are(num_ranks: int, ratio: float) -> None:
+    """With a rank twelve times as fast an epoch of 157 batches was five steps, and the loop learnt little."""
+    planner = CadencePlan(num_ranks, TrainerConfig(speed_hint=(1, ratio)))
+    planner.fit(157)
+    made = list(planner.steps(1570, 10, 0))
+    assert len(made) >= 20
+    assert all(min(step.batches) >= 1 for step in made[:-1])
+    assert sum(sum(step.samples) for step in made) == 1570
+
+
 def test_an_epoch_keeps_twenty_steps_where_nobody_has_said_how_long_they_may_be() -> None:
     planner = CadencePlan(2, TrainerConfig(anchor=10))
     planner.fit(120)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from elche_client.cli.options import (
     ScriptCommand,
@@ -387,9 +388,12 @@ def doctor(address: str, work_dir: Path, with_links: bool, as_json: bool) -> int
 
     from elche_client.commands.doctor import State, of_coordinator, of_links, of_this_machine
     from elche_client.display.formatting import printable
+    from elche_client.transport import contexts
 
+    is_default = click.get_current_context().get_parameter_source("address") is ParameterSource.DEFAULT
+    of_address = of_coordinator(address, is_named=not is_default or contexts.is_named())
     found = []
-    for one in chain(of_this_machine(work_dir), of_coordinator(address), of_links(address) if with_links else ()):
+    for one in chain(of_this_machine(work_dir), of_address, of_links(address) if with_links else ()):
         found.append(one)
         if not as_json:
             click.echo(printable(f"{one.state:<7}  {one.name:<15}  {one.text}"))

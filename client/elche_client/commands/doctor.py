@@ -189,8 +189,10 @@ def _open_files() -> Finding:
     return Finding("open files", State.OK, "no limit" if limit < 0 else f"up to {limit}")
 
 
-def of_coordinator(address: str) -> Iterator[Finding]:
-    """Checks the coordinator at HOST:PORT, or several, up to the first fault that prevents further checks."""
+def of_coordinator(address: str, *, is_named: bool = True) -> Iterator[Finding]:
+    """Checks the coordinator at HOST:PORT, or several, up to the first fault that prevents further checks. That nothing
+    listens there is no fault if nobody has named the address (`is_named` False): `elche run` needs no coordinator.
+    """
     try:
         tls = contexts.tls_of(address)
         places = [split_address(one) for one in split_addresses(address)]
@@ -203,7 +205,7 @@ def of_coordinator(address: str) -> Iterator[Finding]:
     findings = [(place, list(_way(*place))) for place in places]
     serving = [place for place, found in findings if found[-1].state is State.OK]
     for _, found in findings:
-        yield from (_of_several(one) if serving else one for one in found)
+        yield from (_of_several(one) if serving else one if is_named else _of_unnamed(one) for one in found)
     for host, port in serving if tls else ():
         yield from _certificates(host, port, tls)
     if serving:
@@ -229,6 +231,10 @@ def _of_several(finding: Finding) -> Finding:
     if finding.text.startswith(NOBODY_LISTENS):
         return Finding(finding.name, State.OK, f"{finding.text}: it is a standby, or is not running")
     return replace(finding, state=State.WARNING)
+
+
+def _of_unnamed(finding: Finding) -> Finding:
+    return replace(finding, state=State.WARNING) if finding.text.startswith(NOBODY_LISTENS) else finding
 
 
 def _port(host: str, port: int) -> Finding:

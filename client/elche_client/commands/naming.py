@@ -40,8 +40,8 @@ def folder_or_job(meant: str, address: str) -> Iterator[None]:
 
 
 def find(meant: str, views: Sequence[JobView]) -> str:
-    """The id of the job with this name, of several the open one, else the newest; or the only one whose id begins with
-    the text. Raises `UnknownJob`, and `InvalidJob` for an ambiguous text.
+    """The id of the job that `meant` names: of the jobs with this name the one that has not ended, or else the newest.
+    If there are none, `meant` is the beginning of an id. Raises `UnknownJob`, and `InvalidJob` where several jobs fit.
     """
     named = [view for view in views if view.name == meant]
     going = [view.job_id for view in named if not view.state.has_ended]

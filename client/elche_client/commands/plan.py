@@ -25,8 +25,8 @@ BAR_WIDTH = 40
 PARTS = (("training", "█", "#"), ("waiting", "░", "."), ("averaging", "▒", "="), ("lost to failures", "·", "x"))
 """Parts of a device's time, each with its character, and that for a terminal without Unicode."""
 ASSUMED = (
-    "Batches are equally large and as long as given. Averagings go over the link alone, by ring; computing them is not "
-    "counted, nor are evaluations, checkpoints and activations."
+    "Assumed: all batches have the same size and take the given times. An averaging takes the time of a ring "
+    "all-reduce on the link. Its computation, evaluations, checkpoints and the memory of activations are not counted."
 )
 PROPERTIES = ("bound_fraction", "sent_bytes_per_hour")
 

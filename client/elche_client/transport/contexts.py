@@ -129,6 +129,11 @@ def address() -> str:
     return chosen.coordinator if chosen else DEFAULT_ADDRESS
 
 
+def is_named() -> bool:
+    """True if the environment or a context names a coordinator."""
+    return bool(os.environ.get(ADDRESS)) or load().chosen() is not None
+
+
 def token_of(coordinator: str) -> str:
     """The token for a coordinator: that of the environment, else that of the context if it is this coordinator's."""
     if token := read_token():

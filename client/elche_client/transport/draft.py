@@ -41,6 +41,7 @@ class Draft:
         """True if some have come into this draft, and stay."""
 
     def __enter__(self) -> Self:
+        """Goes on with a part that an earlier download has left, if no other process writes it."""
         for path in self._target.parent.glob(f"{glob.escape(self._prefix)}*.part"):
             sha256 = path.name.removeprefix(self._prefix).removesuffix(".part")
             if SHA256.fullmatch(sha256) and (file := _owned(path)) is not None:

@@ -30,7 +30,9 @@ HOUR_S = 3600
 
 class _File(RotatingFileHandler):
     def doRollover(self) -> None:  # noqa: N802
-        """Begins a new file. Joins the two oldest; there, those with most lines lose their oldest."""
+        """Begins a new file, and joins the two oldest. If they are too long together, the callers with the most
+        lines lose their oldest ones.
+        """
         super().doRollover()
         oldest, older, joined = (Path(f"{self.baseFilename}.{end}") for end in (NUM_OLDER + 1, NUM_OLDER, "new"))
         if oldest.exists():

@@ -160,6 +160,7 @@ class JobCatalogue:
         return num_bytes + (RANK_BYTES * len(result.ranks) if result is not None else 0)
 
     def _with_artifacts(self, view: JobView) -> JobView:
+        """The view with the job's artifacts; the same object while both are the same, since it may be sent often."""
         if not (told := self.artifacts.get(view.job_id, "")):
             return view
         plain, shown = self._views_with_artifacts.get(view.job_id, (None, view))

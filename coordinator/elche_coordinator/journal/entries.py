@@ -7,6 +7,7 @@ core passes these on and never reads them, so that a replay gives the same comma
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
+from operator import attrgetter
 from sys import getsizeof
 from types import UnionType
 from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -179,7 +180,7 @@ def cut(message: Message) -> Message:
 def _texts(kind: Any) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
     """The fields of a message class that are texts or contain some, each with its getter."""
     hints = get_type_hints(kind)
-    return tuple((field.name, _getter(field.name)) for field in fields(kind) if _has_text(field.name, hints))
+    return tuple((field.name, attrgetter(field.name)) for field in fields(kind) if _has_text(field.name, hints))
 
 
 def _has_text(name: str, hints: Mapping[str, Any]) -> bool:
@@ -190,10 +191,6 @@ def _has_text(name: str, hints: Mapping[str, Any]) -> bool:
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     messages: list[Any] = [kind for kind in kinds if is_dataclass(kind)]
     return (hint is str and name not in WHOLE) or any(map(_texts, messages))
-
-
-def _getter(name: str) -> Callable[[Any], Any]:
-    return lambda message: getattr(message, name)
 
 
 AS_THEY_ARE = frozenset(

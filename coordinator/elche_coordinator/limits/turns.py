@@ -23,8 +23,8 @@ class _Line:
 
 
 class Turns:
-    """Counts the bytes of each user's messages by turns of the loop. Nobody waits in a loop that is otherwise idle,
-    whose turns follow at once. Used on the event loop only.
+    """Allows each user `TURN_BYTES` of messages in each turn of the event loop. In an idle loop nobody waits for long,
+    since its turns follow each other at once. Used on the event loop only.
     """
 
     def __init__(self) -> None:

@@ -55,7 +55,7 @@ class GroupMember(Protocol):
         ...
 
     def is_in(self, entry: "RoundEntry") -> bool:
-        """True if it waits for the result of what it brought."""
+        """True if it still waits for the result of this contribution."""
         ...
 
     def on_formed(self, generation: GenerationId) -> None:

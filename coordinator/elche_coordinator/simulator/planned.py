@@ -223,6 +223,7 @@ class _Planned:
         few_rounds, very_many = self._num_rounds + FEW_ROUNDS, self._committed + self._scaled(3 * NUM_BATCHES)
 
         def is_reached() -> bool:
+            # Where rounds are long, `more_rounds` of them would take too much time.
             has_news = self._read()
             is_enough = self._committed >= committed and self._num_rounds >= num_rounds
             return has_news and (is_enough or (self._committed >= very_many and self._num_rounds >= few_rounds))

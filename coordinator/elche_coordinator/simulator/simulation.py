@@ -124,7 +124,9 @@ class Simulation:
         """For each rank whose session is broken, the messages that wait, in both directions."""
         self._arrivals_s: dict[str, float] = {}
         self._losses, self._known_losses = Counter[AgentId](), Counter[AgentId]()
-        """Of each host, and those of which the coordinator knows: what it sends before it knows is lost, too."""
+        """How often each host was lost, and of how many of these losses the coordinator knows. What it sends before it
+        knows is lost, too.
+        """
         self.collective = Collective(
             self.clock,
             lambda: self.sync_ms / 1000,

@@ -79,7 +79,7 @@ class Tape:
         self._on_saved = on_saved
         self._batch = Transaction(last=first - 1)
         self._num_since = SAVE_EVERY
-        """Events since the last saved state. The first one is made with the first event."""
+        """Events since the last saved state. It begins so high that the first event is followed by a saved state."""
         self._num_bytes_saved = 0
         """Bytes of events that the writer had written by then."""
         self._next_save_s = 0.0

@@ -11,8 +11,8 @@ AGAIN_S = 60.0
 
 class Trouble:
     """Something that may fail many times a minute until somebody mends it. The log says so when it begins, when its
-    reason changes, once a minute, and when it is over; of what comes and goes, once a minute, too. May be used on any
-    thread.
+    reason changes, once a minute while it lasts, and when it is over. A failure that keeps ending and coming back is
+    logged once a minute, too. May be used on any thread.
     """
 
     def __init__(

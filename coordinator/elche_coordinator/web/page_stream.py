@@ -50,6 +50,7 @@ class PageStream:
         }
 
     def _charted(self, view: JobView, recording: JobRecording) -> tuple[int, ...]:
+        """The ranks in the charts. They change only every `CHOOSE_EVERY_S`, so that lines do not come and go."""
         if not view.ranks:  # of an earlier run: those that were saved
             return tuple(recording.ranks)
         has_more = len(self._ranks) < min(len(view.ranks), payloads.MAX_CHARTED)

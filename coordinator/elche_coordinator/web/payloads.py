@@ -257,11 +257,8 @@ def command(spec: JobSpec) -> str:
     words += ["--requirements", "requirements.txt"] if spec.requirements else []
     for name, text in sorted(spec.settings.items()):
         words += [f"--{name.replace('_', '-')}", _option(name, text)]
-    for name in spec.environment:
-        words += [
-            "--env",
-            name,
-        ]  # without the value, which may be secret: taken from the environment of the command
+    # Without the values, which may be secret: the command takes them from its environment.
+    words += [word for name in spec.environment for word in ("--env", name)]
     return shlex.join([*words, *(["--", *spec.arguments] if spec.arguments else [])])
 
 

@@ -67,6 +67,7 @@ def _serve(listener: socket.socket, secret: bytes) -> None:
 
 
 def _follow(one: socket.socket, end_s: float) -> None:
+    """Obeys the other end's commands: "p" asks for a reply, "t" takes a number of bytes from it, "g" gives it some."""
     while (left_s := end_s - time.monotonic()) > 0:
         one.settimeout(left_s)
         match one.recv(1):

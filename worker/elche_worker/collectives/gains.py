@@ -187,8 +187,8 @@ def gain_part(merge: str, most: float, *, overlaps: bool) -> float:
 
 
 def moved_by_all(squares: Sequence[torch.Tensor]) -> torch.Tensor:
-    """True for rows whose squared norms of each rank's step show that all have moved them, and not one by rounding. A
-    rank that has moved none of many rows does not count.
+    """True for rows that all ranks have moved, by the squared norms of each rank's step: further than rounding
+    moves them. A rank that has moved none of `MANY_ROWS` or more rows has made no step, and does not count.
     """
     each = torch.stack(list(squares))
     has_moved = each > UNMOVED * each.amax(0)

@@ -253,10 +253,11 @@ class Gradients:
             bucket.num_expected -= 1
             if bucket.num_expected < 0:
                 raise Misuse(
-                    f"the gradient of {self._dense[index]!r} was added to {self._num_fired[index]} times in this "
-                    "step, and it was sent after fewer, as many as in the steps before. If this rank has left out a "
-                    "step(), leave it out on all ranks, and clear the gradients. Where steps have different numbers of "
-                    "backward passes, or another model's loss goes through this one, set TrainerConfig(overlap=False)"
+                    f"backward has added to the gradient of {self._dense[index]!r} {self._num_fired[index]} times in "
+                    "this step, more often than in earlier ones, so the gradient was sent too early. If this rank has "
+                    "left out a step(), leave it out on all ranks, and clear the gradients. Where steps have different "
+                    "numbers of backward passes, or another model's loss goes through this one, set "
+                    "TrainerConfig(overlap=False)"
                 )
             # In order, and never the last: backward may complete buckets in another order on another rank, and
             # collectives must be called in the same order everywhere. The last one carries numbers known at `finish`.

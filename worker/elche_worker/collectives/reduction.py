@@ -433,8 +433,8 @@ class Reduction:
             kind: {
                 "moments": [self._stored(kind, one) for one in memory.moments],
                 "num_steps": memory.num_steps,
-                # Of a sharded model each process knows the rows of its part, and the leader alone writes what is no
-                # piece.
+                # A process of a sharded model has the sums of its own rows only, and of what is not divided into
+                # pieces the leader's are written. So a resumed job measures them anew.
                 "spread": [] if self._layout.is_divided else memory.spread.tensors(),
             }
             for kind, memory in self._memories.items()

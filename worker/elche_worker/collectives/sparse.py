@@ -81,7 +81,7 @@ def clip_norm(parameters: Sequence[nn.Parameter], max_norm: float) -> None:
     gradients = [one.grad for one in parameters if one.grad is not None]
     norms = [torch.linalg.vector_norm(one._values() if one.is_sparse else one) for one in gradients]
     total = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch's clip_grad_norm_
     for gradient in gradients:
         (gradient._values() if gradient.is_sparse else gradient).mul_(factor.to(gradient.device, gradient.dtype))
 

@@ -165,9 +165,10 @@ def as_dataset(built: Any, file_name: str) -> Any:
 
 
 def _holds_data_sets(built: Any) -> bool:
+    """True for a mapping or a list of data sets, such as one for training and one for tests, but not for streams."""
     if isinstance(built, Mapping):
         try:
-            return built[0] is None  # a `TensorDict` has samples by index besides tensors by name
+            return built[0] is None  # a mapping that has samples by index is a data set itself: `TensorDict`
         except Exception:
             return True
     if not isinstance(built, list | tuple):

@@ -33,8 +33,8 @@ class LeftOut:
         """
         if self._in_rounds is not None and any(one != self._in_rounds for one in digests):
             raise InvalidJob(
-                "save_frozen=False leaves frozen parameters out of checkpoints, but they are not, on every rank, those "
-                "that model() makes: it must make the same ones each time, and nothing may change them; else use "
+                "save_frozen=False leaves frozen parameters out of checkpoints, but on some rank they are not those "
+                "that model() makes here: it must make the same ones each time, and nothing may change them; else use "
                 "save_frozen=True"
             )
 

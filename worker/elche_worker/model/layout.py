@@ -67,8 +67,9 @@ class LayoutEntry:
         if tensor is None or tensor.shape != self.shape or tensor.dtype != self.dtype:
             got = "is gone" if tensor is None else f"is {tensor.dtype} {tuple(tensor.shape)} now"
             raise InvalidJob(
-                f"the model's {self.name} was {self.dtype} {tuple(self.shape)} and {got}: keep its form; if the first "
-                "forward pass gives it another, as to observers of quantization, make one in model(), on one sample"
+                f"the model's {self.name} was {self.dtype} {tuple(self.shape)} and {got}: keep its dtype and "
+                "shape. If the first forward pass sets them, as for quantization's observers, let model() make one "
+                "forward pass, on one sample"
             )
         return tensor
 

@@ -32,7 +32,9 @@ class Switches:
         }
 
     def restore(self, value: Mapping[str, Any]) -> None:
-        """Switches what `to_json` returned, on this rank or another one; names that the model lacks are left out."""
+        """Freezes parameters and sets modes as `to_json` has returned them here or on another rank. Names that the
+        model lacks are left out.
+        """
         parameters = dict(self._model.named_parameters())
         frozen = set(value["frozen"])
         for name in self._trained:

@@ -7,7 +7,7 @@ from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from elche.output import notice
 from elche_worker.collectives.world import World
@@ -44,7 +44,13 @@ class OtherOptimizers:
         self._num_outside = 0
         """Steps of one rank before which the loop stepped an optimizer of the Trainer itself."""
         self._was_outside = False
-        self._hook = register_optimizer_step_post_hook(self._on_step)
+        self._num_averaged = 0
+        self._num_averaged_before = 0
+        """`_num_averaged` as the optimizer's present step began."""
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._on_step),
+        )
         self._frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
         """Parameters that were frozen when the Trainer was set up."""
         self._built: WeakSet[Optimizer] = WeakSet()
@@ -54,7 +60,8 @@ class OtherOptimizers:
 
     def close(self) -> None:
         """Looks no more."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         _open.discard(self)
 
     def note_built(self, optimizer: Optimizer) -> None:
@@ -63,6 +70,7 @@ class OtherOptimizers:
 
     def check_step(self) -> None:
         """Called when a step's gradients are averaged: a loop that steps by itself may clear them with its step."""
+        self._num_averaged += 1
         if self._has_said:
             return
         self._num_outside, self._was_outside = self._num_outside + self._was_outside, False
@@ -76,8 +84,8 @@ class OtherOptimizers:
             is_ours = not _parameters_of(built).isdisjoint(map(id, self._model.parameters()))
             if is_ours and not any(one._has(built) for one in _open):
                 self._notice(
-                    f"{type(built).__name__} was built of the model's parameters after Trainer.setup, whose step() "
-                    f"steps and whose checkpoints have the {type(self._optimizers.first).__name__} that it was given: "
+                    f"{type(built).__name__} was built of the model's parameters after Trainer.setup, but step() and "
+                    f"checkpoints use the {type(self._optimizers.first).__name__} that Trainer.setup was given: "
                     "change that one (optimizer.add_param_group(...), optimizer.param_groups[0]['lr'] = ...), or close "
                     "this trainer and set up another"
                 )
@@ -101,9 +109,14 @@ class OtherOptimizers:
                 )
                 return
 
+    def _before_step(self, *_: Any) -> None:
+        self._num_averaged_before = self._num_averaged
+
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._world.size == 1:  # nothing is averaged, so each optimizer has the gradients that it should have
-            self._was_outside |= self._has(optimizer) and not self._averager.averaged
+            # Lightning averages in the closure of this step, and finishes the step in a hook before this one.
+            is_inside = self._averager.averaged or self._num_averaged > self._num_averaged_before
+            self._was_outside |= self._has(optimizer) and not is_inside
             return
         if any(one._averager.averaged or one._has(optimizer) for one in _open):
             return

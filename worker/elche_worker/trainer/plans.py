@@ -3,6 +3,7 @@
 Where loaders fetch ahead, measurements of a step take effect `delay` steps later, on all ranks at once.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -232,7 +233,14 @@ class CadencePlan:
             self._ratios = _hinted(world_size, config.speed_hint)
         self._batch_size = 0
         self._num_done = 0
-        self._decided = Decisions(self.el_che.batch_counts)
+        self._most_batches = sys.maxsize
+        """Most batches of all ranks in a step."""
+        self._decided = Decisions(self.batch_counts)
+
+    @property
+    def batch_counts(self) -> list[int]:
+        """Batches of each rank per step."""
+        return clamped_counts(self.el_che.batch_counts, self._most_batches)
 
     def _new_el_che(self, max_anchor: int) -> ElChe:
         config = self._config
@@ -269,14 +277,15 @@ class CadencePlan:
         # Ranks measure different times, as early ones wait for late ones; a common number keeps all plans equal.
         sync_ms = max(sync for _, sync in measured)
         self.el_che.report_timing([compute for compute, _ in measured], step.batches, sync_ms)
-        self._decided.decide(self._num_done + self.delay, self.el_che.batch_counts, self._num_done)
+        self._decided.decide(self._num_done + self.delay, self.batch_counts, self._num_done)
 
     def fit(self, num_batches: int) -> None:
-        """Limits the anchor so that an epoch has at least `LEAST_STEPS` steps, unless the config sets a limit.
-        Averaging a small model costs more than its batches: without a limit the anchor would grow until an epoch is a
-        few steps.
+        """Limits steps so that an epoch has at least `LEAST_STEPS` of them, unless the config sets a limit. Averaging a
+        small model costs more than its batches: without a limit the anchor would grow until an epoch is a few steps.
         """
         if self._config.max_anchor is None:
+            # Of the batches of all ranks, too: a rank that is ten times as fast makes ten times the anchor.
+            self._most_batches = num_batches // LEAST_STEPS
             most = max(1, min(MAX_ANCHOR, num_batches // (LEAST_STEPS * self._world_size)))
             if self.el_che.is_calibrated:  # restored from a checkpoint: its measured speeds are kept
                 state = self.el_che.to_json()
@@ -284,7 +293,7 @@ class CadencePlan:
                 self.el_che = ElChe.from_json({**state, **least, "max_anchor": most})
             else:
                 self.el_che = self._new_el_che(most)
-            self._decided = Decisions(self.el_che.batch_counts)
+            self._decided = Decisions(self.batch_counts)
 
     def keep(self, members: Sequence[int]) -> Planner:
         if len(members) == 1:  # a single rank averages nothing: a step after every batch
@@ -296,7 +305,7 @@ class CadencePlan:
         self.members = tuple(members)
         self._world_size = len(members)
         self._ratios = part_of(self._ratios, kept)
-        self._decided = Decisions(self.el_che.batch_counts)
+        self._decided = Decisions(self.batch_counts)
         return self
 
     def to_json(self) -> dict[str, Any]:
@@ -305,7 +314,7 @@ class CadencePlan:
     def restore(self, state: Mapping[str, Any]) -> None:
         if len(state.get("el_che", {}).get("ranks", ())) == len(self._ratios):
             self.el_che = ElChe.from_json(state["el_che"])
-            self._decided = Decisions(self.el_che.batch_counts)
+            self._decided = Decisions(self.batch_counts)
 
     @property
     def ratios(self) -> list[float]:

@@ -111,8 +111,8 @@ class Resumption:
         elif begins_again and not (self._omits or has_loader):
             self._notice(
                 f"epoch {position.epoch} begins again, as this loop takes its batches itself: {position.epoch_steps} "
-                "steps are trained twice. Omit the batches of trainer.num_epoch_steps, or register a loader that has "
-                "a state_dict(): trainer.register_state(loader=...)"
+                "steps are trained twice. Skip the first trainer.num_epoch_steps batches, or register a loader that "
+                "has a state_dict(): trainer.register_state(loader=...)"
             )
             return True
         return False

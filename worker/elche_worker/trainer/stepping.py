@@ -146,8 +146,11 @@ class Stepper:
     def expect_given_batches(self) -> None:
         """Called when a loader was set."""
         self._expects_given = True
-        how = "El Che sets the cadence: several batches per step (max_anchor=0: one, shared)"
-        self._notice(how if self.el_che is not None else "every batch is shared")
+        how = (
+            "each rank trains several batches per step, by its speed (El Che), so that an epoch has fewer steps than "
+            "on one device. With TrainerConfig(max_anchor=0) a step is of one batch, which ranks divide"
+        )
+        self._notice(how if self.el_che is not None else "ranks divide every batch by their speed")
 
     def _take_own_batch(self, *, is_weighted: bool) -> None:
         """Called when the next step uses a batch that the loop took itself; `is_weighted`: it says how many samples."""
@@ -197,7 +200,7 @@ class Stepper:
         return self.planner.steps(sys.maxsize, batch_size, 0)
 
     def restore(self, plan: Mapping[str, Any]) -> None:
-        """Restores the planner's state of a checkpoint."""
+        """Restores the planner from its state in a checkpoint."""
         self._restored = plan
         self.planner.restore(plan)
 
@@ -219,8 +222,8 @@ class Stepper:
         if self.num_given - self._num_stepped > 1 and not self._has_any_gradient:
             self._taken_ahead = (
                 f"all batches of epoch {epoch} were taken before a step was made with the first of them, as "
-                f"list(trainer.epoch({epoch})) does: a checkpoint has the epoch as trained from that step on, and "
-                "every step counts as one of all its samples. Take each batch after the step before it"
+                f"list(trainer.epoch({epoch})) does: from that step on a checkpoint says that the whole epoch is "
+                "trained, and each step counts as many samples. Take each batch after the step before it"
             )
 
     @property

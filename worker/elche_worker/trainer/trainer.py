@@ -56,9 +56,10 @@ from elche_worker.trainer.together import Together
 from elche_worker.user.loading import LOOP_IN_JOB, check_not_loading
 
 BEGAN_APART = (
-    "the ranks' models had different initial values, and all begin with rank 0's. Another network that is drawn "
-    "without a seed, or copied from the model before Trainer.setup, such as a target or teacher, still differs: call "
-    "torch.manual_seed() at the script's beginning, or copy trainer.model after Trainer.setup"
+    "the ranks' models had different initial values; now all have rank 0's. If the script has another network (a "
+    "target, a teacher) that it draws without a seed, or has copied from the model before Trainer.setup, that one "
+    "still differs between ranks: call torch.manual_seed() at the script's beginning, or copy trainer.model after "
+    "Trainer.setup"
 )
 
 _open: "list[Trainer]" = []
@@ -275,7 +276,7 @@ class Trainer:
     @property
     def batch_counts(self) -> list[int]:
         """Batches of each rank per step, under El Che; else []."""
-        return self._stepper.el_che.el_che.batch_counts if self._stepper.el_che is not None else []
+        return self._stepper.el_che.batch_counts if self._stepper.el_che is not None else []
 
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate of all parameters."""
@@ -638,7 +639,7 @@ class Trainer:
     def _check_open(self) -> None:
         if self._is_forked:
             raise Misuse(
-                "a process that the script has forked uses the trainer, which only the process can that has set it up: "
+                "a process that the script has forked uses the trainer, but only the process that has set it up can: "
                 "let forked processes end by os._exit()"
             )
         if self._is_closed:

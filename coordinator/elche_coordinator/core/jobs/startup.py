@@ -101,8 +101,8 @@ class Startup:
         if self.resumed is None or self.resumed["version"] >= known:
             return ""
         return (
-            f"the newest checkpoint that its ranks find has version {self.resumed['version']}, and one of version "
-            f"{known} was made, in {self._spec.resume} on {self._spec.resume_host}"
+            f"the newest checkpoint that its ranks find has version {self.resumed['version']}, but one of version "
+            f"{known} was written, in {self._spec.resume} on {self._spec.resume_host}"
         )
 
     def failure(self, ranks: RankRecords) -> Failure | None:

@@ -145,7 +145,9 @@ class HangWatch:
         return rank not in self._asked_s and now_s - last_s >= ASK_AFTER_S
 
     def _owes_answer(self, rank: Rank, duty: Duty, silent_s: float, now_s: float) -> bool:
-        """True if a rank that should answer is silent, and has not answered since its last message, or not of late."""
+        """True if the rank is silent, and has answered no ping since its last message, or not the latest one in time.
+        A rank whose work has no history, such as its first batch, owes none: it may be busy for long.
+        """
         is_new = duty.is_busy and duty.hang_s is None
         asked_s = self._asked_s.get(rank)
         is_late = asked_s is not None and now_s - asked_s >= ASK_AFTER_S
