@@ -123,8 +123,8 @@ class Trainer:
 
         With a list or dict of optimizers, as a GAN has, `step(optimizer=...)` steps one of them, `step()` all.
 
-        El Che (several batches of `epoch` per step) is on where devices differ, and wherever a config is given, unless
-        that has `max_anchor=0`. Prints a line on stderr with the devices found.
+        Ranks divide each batch of `epoch` by their speed, so that the loop learns as on one device. With a config El Che
+        is on (several batches per step), unless that has `max_anchor=0`. Prints a line on stderr with the devices found.
 
         With a coordinator (`TrainerConfig.coordinator`, or ELCHE_COORDINATOR) the loop appears there as a job. With
         ELCHE_RESUME it goes on from that checkpoint: `epoch` then gives what is left.
@@ -151,7 +151,9 @@ class Trainer:
             began_apart = begin_as_rank_0(model, world)
             trainer = cls(model, optimizers, chosen, world)
             if world.size > 1:
-                has_el_che = chosen.has_el_che and (config is not None or trainer.is_mixed)
+                # Not by itself where devices differ, as in the reference: with the learning rate of one device a loop
+                # learns much less in steps of several batches than from as many samples in steps of one.
+                has_el_che = chosen.has_el_che and config is not None
                 world.agree(problem_of_synced(model, world.device.type, has_el_che=has_el_che))
                 trainer._stepper.begin(has_el_che=has_el_che)
             # Not in any case: `train()` would also switch modules that are to stay in eval mode, such as a frozen
