@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -46,8 +47,31 @@ def test_who_begins_to_listen_meanwhile_is_reached(closed: socket.socket, monkey
     Links("127.0.0.1:1").answer(rank_pb2.Probe(peers=peers), told.append)
     eventually(lambda: tried, "it has been tried, and was refused")
     closed.listen()
+    closed.accept()[0].close()
     eventually(lambda: told, "it is told")
     assert list(told[0].probed.ranks) == [7]
+
+
+def test_a_rank_whose_large_packets_are_lost_is_not_reached(
+    closed: socket.socket, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel accepts the connection, and what it sends does not come."""
+    closed.listen()
+    there = {0: Links("127.0.0.1:1").address, 1: address_of(closed)}
+    monkeypatch.setattr(links, "reachable", partial(reachable, limit_s=0.6, packet_limit_s=0.7))
+    told: list[rank_pb2.ConverseRequest] = []
+    peers = [rank_pb2.Peer(rank=rank, address=address) for rank, address in there.items()]
+    Links("127.0.0.1:1").answer(rank_pb2.Probe(peers=peers), told.append)
+    eventually(lambda: told, "it is told")
+    assert list(told[0].probed.ranks) == [0]
+    assert f"rank 1 accepts connections at {there[1]}, but large packets from it are lost" in capsys.readouterr().err
+
+
+def test_a_full_packet_is_sent() -> None:
+    with socket.create_connection(("127.0.0.1", int(Links("127.0.0.1:1").address.rpartition(":")[2]))) as one:
+        came = b"".join(iter(lambda: one.recv(1 << 16), b""))
+        most = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+    assert len(came) == min(most, links.MAX_PACKET_BYTES) > 1400
 
 
 def test_more_probes_than_a_listener_holds_back() -> None:

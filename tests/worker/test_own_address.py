@@ -52,7 +52,7 @@ def test_the_second_coordinator_is_looked_up_if_the_first_has_no_address(names: 
 
 def test_a_name_that_cannot_be_looked_up_keeps_ranks_from_meeting_and_does_not_fail_the_job(names: Names) -> None:
     assert names.known == {}
-    with pytest.raises(CollectiveFailed, match="could not meet.*Temporary failure in name resolution"):
+    with pytest.raises(CollectiveFailed, match="Temporary failure in name resolution"):
         ProcessGroupCollectives(
             dist.HashStore(),
             backend="gloo",

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from elche.errors import InvalidJob
 from elche.network import join_address, split_address
+from elche.output import notice
 from elche.v1 import rank_pb2
 from elche_worker.process.interfaces import listening_address
 
@@ -18,12 +19,20 @@ TRY_EVERY_S = 0.25
 """Seconds after which a further connection to each rank is begun, since a bad link may lose one."""
 LIMIT_S = 3.0
 """Seconds after which a rank that has accepted no connection counts as unreachable."""
+PACKET_LIMIT_S = 6.0
+"""The same of a rank that has accepted one, and whose full packet has not come: on a slow link it waits behind others.
+"""
+MAX_PACKET_BYTES = 16 << 10
 PENDING = (0, errno.EINPROGRESS, errno.EWOULDBLOCK)
 """Results of a non-blocking connect that has succeeded or is under way; any other is a failure."""
 
 
 class Links:
-    """Accepts other ranks' connections and closes them at once, and tries connections to them. No data is sent."""
+    """Accepts other ranks' connections, sends one full packet on each and closes it; and tries connections to them.
+
+    Where hosts or tunnels disagree about the size of packets (MTU), small ones arrive, so that connections are made,
+    and large ones are lost without a word.
+    """
 
     def __init__(self, coordinator: str, interface: str = "") -> None:
         """Listens on the same network as gloo."""
@@ -42,37 +51,77 @@ class Links:
         """Tests the ranks on another thread, then calls `send` with a message that lists the reachable ones."""
 
         def run() -> None:
-            reached = reachable({peer.rank: peer.address for peer in probe.peers})
+            addresses = {peer.rank: peer.address for peer in probe.peers}
+            reached = reachable(addresses, on_small=lambda ranks: _tell_small(ranks, addresses))
             send(rank_pb2.ConverseRequest(probed=rank_pb2.Probed(ranks=reached)))
 
         threading.Thread(target=run, name="probe", daemon=True).start()
 
     def _accept(self) -> None:
         while True:
-            with suppress(OSError):  # the peer has closed the connection already
-                self._listener.accept()[0].close()
+            with suppress(OSError), self._listener.accept()[0] as one:  # the peer has closed the connection already
+                one.setblocking(False)  # what does not fit into the buffer is not waited for
+                one.send(bytes(min(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG), MAX_PACKET_BYTES)))
 
 
-def reachable(addresses: Mapping[int, str], limit_s: float = LIMIT_S) -> list[int]:
-    """The ranks that accept a connection within `limit_s`, in order. The others have ended, or their link is broken."""
-    left, opened = dict(addresses), []
+def reachable(
+    addresses: Mapping[int, str],
+    limit_s: float = LIMIT_S,
+    packet_limit_s: float = PACKET_LIMIT_S,
+    on_small: Callable[[list[int]], None] = lambda ranks: None,
+) -> list[int]:
+    """The ranks that accept a connection within `limit_s`, and whose packet has come within `packet_limit_s`, in order.
+    The others have ended, or their link is broken. `on_small` is called with those that have accepted, if their
+    packets are lost.
+    """
+    left, accepted, opened = dict(addresses), set[int](), []
     began_s = next_s = time.monotonic()
     with selectors.DefaultSelector() as selector:
-        while left and (now_s := time.monotonic()) < began_s + limit_s:
+        while left and (now_s := time.monotonic()) < (
+            end_s := began_s + (packet_limit_s if accepted & left.keys() else limit_s)
+        ):
             if now_s >= next_s:
                 next_s = now_s + TRY_EVERY_S
                 for rank, address in left.items():
                     if (one := _begin(address)) is not None:
                         opened.append(one)
                         selector.register(one, selectors.EVENT_WRITE, rank)
-            for key, _ in selector.select(max(0.0, min(next_s, began_s + limit_s) - time.monotonic())):
-                selector.unregister(key.fileobj)
+            for key, _ in selector.select(max(0.0, min(next_s, end_s) - time.monotonic())):
                 assert isinstance(key.fileobj, socket.socket)
-                if key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
-                    left.pop(key.data, None)
+                if key.events == selectors.EVENT_READ:
+                    if (came := _came(key.fileobj)) is None:
+                        continue
+                    selector.unregister(key.fileobj)
+                    if came:
+                        left.pop(key.data, None)
+                elif key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                    accepted.add(key.data)
+                    selector.modify(key.fileobj, selectors.EVENT_READ, key.data)
+                else:
+                    selector.unregister(key.fileobj)
     for one in opened:
         one.close()
+    if small := sorted(accepted & left.keys()):
+        on_small(small)
     return sorted(addresses.keys() - left.keys())
+
+
+def _came(one: socket.socket) -> bool | None:
+    """True if all has come that the rank sends, false if the connection broke before, None if there is more to come."""
+    try:
+        return True if not one.recv(MAX_PACKET_BYTES) else None
+    except BlockingIOError:
+        return None
+    except OSError:
+        return False
+
+
+def _tell_small(ranks: list[int], addresses: Mapping[int, str]) -> None:
+    for rank in ranks:
+        notice(
+            f"rank {rank} accepts connections at {addresses[rank]}, but large packets from it are lost: "
+            "see whether all network interfaces on the way have the same MTU"
+        )
 
 
 def _begin(address: str) -> socket.socket | None:
