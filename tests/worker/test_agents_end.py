@@ -72,7 +72,7 @@ def before(request: pytest.FixtureRequest) -> Iterator[signal.Handlers]:
 
 
 def test_a_worker_whose_terminal_is_closed_leaves_in_order(before: signal.Handlers) -> None:
-    """It was killed. The kernel and the shell may both say that it is closed, and who ends a session sends SIGTERM, too:
+    """It was killed. The kernel and the shell may both say that it is closed, and who ends one sends SIGTERM, too:
     neither is an order to hurry.
     """
     calls: queue.SimpleQueue[str] = queue.SimpleQueue()
