@@ -101,14 +101,34 @@ def split_host(header: str) -> str:
     return (host if colon and port.isdigit() else header).strip("[]")
 
 
-def own_address(peer: str) -> str:
-    """This host's address on the route to the coordinator, or to the first of several. Sends nothing."""
-    host, _, port = peer.split(",")[0].rpartition(":")
-    host = host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))
-        return str(probe.getsockname()[0])
+def own_address(coordinator: str) -> str:
+    """This host's address, IPv4 before IPv6, on the route to a coordinator, or to one of several. Sends nothing.
+
+    While none of them can be looked up or has a route, it is the last one that was found: names and routes may be away
+    for a moment. Raises `OSError` if none was found before.
+    """
+    problem: OSError | None = None
+    for host, port in map(split_address, split_addresses(coordinator)):
+        try:
+            there = sorted(socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM), key=lambda one: one[0])
+        except OSError as error:
+            problem = error
+            continue
+        for family, *_, address in there:
+            try:
+                with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                    probe.connect(address)
+                    _own_addresses[coordinator] = found = str(probe.getsockname()[0])
+                    return found
+            except OSError as error:
+                problem = error
+    if coordinator in _own_addresses:
+        return _own_addresses[coordinator]
+    raise problem or OSError(f"{coordinator} has no address")
+
+
+_own_addresses: dict[str, str] = {}
+"""By coordinator: what `own_address` has found last."""
 
 
 def user_at_host() -> str:

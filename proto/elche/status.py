@@ -45,6 +45,9 @@ UNRESOLVED = "address lookup failed"
 """Part of gRPC's details if the name cannot be resolved."""
 REASONS = {
     "Connection refused": "nothing listens there; start `elche-coordinator`, or name another address",
+    "Connection timed out": "nothing comes back from there: its host is off, or a firewall drops packets on the way "
+    "(`elche doctor` shows it)",
+    "No route to host": "this host has no way to it, or a firewall refuses (`elche doctor` shows it)",
     UNRESOLVED: "this host name cannot be resolved",
     "http1.x server": "an HTTP server listens there, such as the coordinator's page; name the port of --listen (7717)",
 }

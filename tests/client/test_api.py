@@ -12,6 +12,7 @@ import pytest
 
 from elche.errors import ElcheError, InvalidJob, JobFailed, NotAllowed, TooMuch, UnknownJob, Unreachable
 from elche.network import BadAddress, user_at_host
+from elche.status import explained
 from elche.v1 import job_pb2 as pb
 from elche_client import (
     Client,
@@ -136,6 +137,14 @@ def test_a_submission_that_reached_nobody_is_not_said_to_be_there(
     with Client(closed_address()) as client, pytest.raises(Unreachable, match="nothing listens there") as raised:
         client.submit(job_file)
     assert "may have been submitted" not in str(raised.value)
+
+
+def test_a_connection_that_is_not_answered_is_told_from_one_that_is_refused() -> None:
+    """As behind a firewall. The details are gRPC's."""
+    to = "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.1:7717: "
+    assert explained(f"{to}getsockopt(SO_ERROR): Connection timed out").startswith("nothing comes back from there")
+    assert explained(f"{to}getsockopt(SO_ERROR): No route to host").startswith("this host has no way to it")
+    assert explained(f"{to}connect: Connection refused (111)").startswith("nothing listens there")
 
 
 def test_what_is_not_asked_is_left_to_the_file(job_file: Path) -> None:

@@ -557,3 +557,19 @@ def test_that_a_rank_has_entered_a_round_is_taken_is_told_with_what_follows(
         one.stop()
 
     asyncio.run(story())
+
+
+def test_connections_over_which_the_oldest_message_does_not_arrive_are_counted() -> None:
+    """As where large packets are lost: the receiver connects, again and again."""
+    stream = new_stream()
+    for count in (0, 0):
+        assert stream.disconnect(stream.connect(0))
+        assert stream.num_in_vain == count
+    keep(stream, 2)
+    for count in (1, 2, 3):
+        assert stream.disconnect(stream.connect(0))
+        assert stream.num_in_vain == count
+    assert stream.disconnect(stream.connect(1))
+    assert stream.num_in_vain == 1, "another one is the oldest now"
+    assert stream.disconnect(stream.connect(2))
+    assert stream.num_in_vain == 0

@@ -127,10 +127,12 @@ def hosts(tmp_path: Path, num_hosts: int = 3) -> Iterator[tuple[Client, list[str
     mark.assert_none_left()
 
 
-def begin(client: Client, tmp_path: Path, epochs: int = 80, num_ranks: int = 3) -> tuple[JobHandle, Iterator[Event]]:
-    """A job that trains on all of them, and what is told of it."""
+def begin(
+    client: Client, tmp_path: Path, epochs: int = 80, num_ranks: int = 3, more: str = ""
+) -> tuple[JobHandle, Iterator[Event]]:
+    """A job that trains on all of them, and what is told of it; with `more` lines in its file."""
     path = tmp_path / "linear.py"
-    path.write_text((JOBS / "linear.py").read_text() + SLOWLY)
+    path.write_text((JOBS / "linear.py").read_text() + SLOWLY + more)
     job = client.submit(path, num_ranks=num_ranks, backend="gloo", epochs=epochs)
     watch = job.watch()
     eventually(lambda: isinstance(event := next(watch), JobView) and event.num_rounds > 5, "it trains")
@@ -160,6 +162,32 @@ def test_two_of_three_ranks_cannot_reach_each_other(tmp_path: Path) -> None:
         assert said.num_ranks == 2
         next_change(watch, "trains again")
         is_exact_so_far(job)
+
+
+LARGER = """
+small = model
+
+def larger():
+    made = small()
+    made.more = nn.Parameter(torch.zeros(20_000))
+    return made
+
+job = dataclasses.replace(job, model=larger)
+"""
+
+
+@pytest.mark.long(reason="a link that loses all packets goes the same way; worker/test_links.py has the packet")
+def test_large_packets_from_one_rank_to_another_are_lost(tmp_path: Path) -> None:
+    """As between hosts that disagree about the MTU: they connected, so the averaging was waited for, for good."""
+    with hosts(tmp_path, 2) as (client, (_, two)):
+        job, watch = begin(client, tmp_path, epochs=150, num_ranks=2, more=LARGER)
+        large = ["-s", "10.77.9.1", "-m", "length", "--length", "1200:65535", "-j", "DROP"]
+        ip("netns", "exec", two, "iptables", "-A", "INPUT", *large)
+        assert next_change(watch, "cannot reach each other").num_ranks == 1
+        ip("netns", "exec", two, "iptables", "-F")
+        next_change(watch, "trains again")
+        ends_exactly(job)
+    assert "large packets to it are lost" in "".join(log.read_text() for log in tmp_path.glob("*/*/rank-*.log"))
 
 
 def ends_exactly(job: JobHandle) -> None:

@@ -35,7 +35,9 @@ def run(*signals: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("told", [[ASK], [signal.SIGTERM], [signal.SIGTERM, ASK], [ASK, ASK]])
+@pytest.mark.parametrize(
+    "told", [[ASK], [signal.SIGTERM], [signal.SIGTERM, ASK], [ASK, ASK], [signal.SIGTERM, signal.SIGHUP]]
+)
 def test_a_rank_that_is_leaving_is_not_ended_by_its_agent(told: list[int]) -> None:
     """A host that shuts down sends SIGTERM to all processes, and the agent tells its ranks after that."""
     done = run(*told)

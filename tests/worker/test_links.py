@@ -1,8 +1,10 @@
 """Which ranks can be reached from a process."""
 
 import socket
+import struct
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -48,6 +50,38 @@ def test_who_begins_to_listen_meanwhile_is_reached(closed: socket.socket, monkey
     closed.listen()
     eventually(lambda: told, "it is told")
     assert list(told[0].probed.ranks) == [7]
+
+
+def test_a_rank_whose_large_packets_are_lost_is_not_reached(
+    closed: socket.socket, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel accepts the connection, and acknowledges nothing more."""
+    closed.listen()
+    port = closed.getsockname()[1]
+    monkeypatch.setattr(links.fcntl, "ioctl", lambda one, *_: struct.pack("i", int(one.getpeername()[1] == port)))
+    there = {0: Links("127.0.0.1:1").address, 1: address_of(closed)}
+    monkeypatch.setattr(links, "reachable", partial(reachable, limit_s=0.6, packet_limit_s=0.7))
+    told: list[rank_pb2.ConverseRequest] = []
+    peers = [rank_pb2.Peer(rank=rank, address=address) for rank, address in there.items()]
+    Links("127.0.0.1:1").answer(rank_pb2.Probe(peers=peers), told.append)
+    eventually(lambda: told, "it is told")
+    assert list(told[0].probed.ranks) == [0]
+    assert f"rank 1 accepts connections at {there[1]}, but large packets to it are lost" in capsys.readouterr().err
+
+
+def test_a_rank_that_is_stopped_is_reached(closed: socket.socket) -> None:
+    """Its kernel answers."""
+    closed.listen()
+    assert reachable({0: address_of(closed)}, 100.0, 100.0) == [0]
+
+
+def test_a_full_packet_is_sent(closed: socket.socket) -> None:
+    closed.listen()
+    assert reachable({0: address_of(closed)}, 100.0, 100.0) == [0]
+    with closed.accept()[0] as one:
+        came = b"".join(iter(lambda: one.recv(1 << 16), b""))
+        most = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+    assert len(came) == min(most, links.MAX_PACKET_BYTES) > 1400
 
 
 def test_more_probes_than_a_listener_holds_back() -> None:

@@ -30,9 +30,11 @@ class Stop:
     """
 
     def __init__(self, *, exit_with_stdin: bool) -> None:
-        """SIGTERM and SIGINT request a stop, a second signal or the end of standard input one at once. SIGHUP, of a
-        terminal that is closed, requests a stop, however often it comes; under nohup it does nothing.
+        """SIGTERM and SIGINT request a stop, a second of these or the end of standard input one at once. SIGHUP, of a
+        terminal that is closed, requests a stop and never hurries: who ends a session sends SIGTERM and SIGHUP
+        together. Under nohup it does nothing.
         """
+        self._is_told = False
         self.asked = asyncio.Event()
         self.at_once = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -44,8 +46,9 @@ class Stop:
             threading.Thread(target=self._read_to_end, args=(loop,), daemon=True).start()
 
     def _on_signal(self) -> None:
-        if self.asked.is_set():
+        if self._is_told:
             self.at_once.set()
+        self._is_told = True
         self.asked.set()
 
     def _read_to_end(self, loop: asyncio.AbstractEventLoop) -> None:

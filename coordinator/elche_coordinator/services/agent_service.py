@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 Request = TypeVar("Request")
 
+MANY_IN_VAIN = 3
+"""Connections of an agent that end before an order has arrived, after which that is logged."""
+
 
 class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
     """The streams of agents, and their deliveries of files."""
@@ -57,10 +60,23 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             reading.cancel()
             if stream.disconnect(queue):
                 log.info("agent=%s has disconnected", agent_id)
+                if stream.num_in_vain >= MANY_IN_VAIN:
+                    self._log_in_vain(agent_id, stream.num_in_vain)
                 if context.code() == grpc.StatusCode.UNAUTHENTICATED:  # its token has ended, so its ranks may not stay
                     self._driver.presence.lose_agent(agent_id)
                 else:
                     self._driver.presence.on_agent_away(agent_id)
+
+    def _log_in_vain(self, agent_id: AgentId, num: int) -> None:
+        """Logs that orders do not arrive, though the agent connects: its jobs stay in `starting`."""
+        host = self._driver.core.fleet.agents.get(agent_id)
+        log.warning(
+            "agent=%s host=%s connects, but %d connections in a row broke before its next order arrived: large packets "
+            "may be lost on the way; see whether all network interfaces there have the same MTU",
+            agent_id,
+            host.host if host is not None else "",
+            num,
+        )
 
     async def _read(
         self,

@@ -61,6 +61,10 @@ class Stream(Generic[Message]):
         """Number of its last durable message."""
         self.num_connections = 0
         """Number of its connections since the coordinator started."""
+        self.num_in_vain = 0
+        """Number of its last connections that all ended before the oldest message had arrived; 0 if none waits."""
+        self._oldest = 0
+        """Number of the oldest message at the end of the last connection."""
         self._num_kept = 0
         self._num_visible = 0
         """Number of the last message that may be sent, since its event is durable."""
@@ -110,6 +114,8 @@ class Stream(Generic[Message]):
             return False
         queue.close()
         self._queue = None
+        before, self._oldest = self._oldest, self._kept[0].seq if self._kept else 0
+        self.num_in_vain = bool(self._oldest) + (self.num_in_vain if self._oldest == before else 0)
         return True
 
     def keep(self, message: Message) -> int:

@@ -221,15 +221,18 @@ def serve(agent: "Agent", *, exit_with_stdin: bool) -> NoReturn:
 
 
 def leave_on_signals(leave: Callable[[], None]) -> None:
-    """Calls `leave` on a thread at each SIGINT and SIGTERM, and at the first SIGHUP, as of a terminal that is closed,
-    unless another one came before; under nohup SIGHUP does nothing.
+    """Calls `leave` on a thread at the first signal, and at each SIGINT or SIGTERM after one of these. SIGHUP, as of a
+    terminal that is closed, never hurries: who ends a session sends SIGTERM and SIGHUP together. Under nohup it does
+    nothing.
     """
-    is_leaving = False
+    is_leaving = is_told = False
 
     def on_signal(number: int, _: object) -> None:
-        nonlocal is_leaving
+        nonlocal is_leaving, is_told
+        hurries = number != signal.SIGHUP and is_told
+        is_told |= number != signal.SIGHUP
         # On a thread: the handler interrupts this one at any line, also where it has locks that leaving needs.
-        if number != signal.SIGHUP or not is_leaving:
+        if hurries or not is_leaving:
             threading.Thread(target=leave).start()
         is_leaving = True
 

@@ -26,7 +26,7 @@ from elche.token import FILE_VARIABLE, VARIABLE
 from elche.v1 import agent_pb2
 from elche_worker.agent.confinement import Confinement, host_pid
 from elche_worker.process.anonymous_files import anonymous_file
-from elche_worker.process.leaving import ASK
+from elche_worker.process.leaving import ASK, END
 from elche_worker.process.rank_files import RankFiles
 from elche_worker.process.stacks import ask
 
@@ -189,7 +189,7 @@ class Processes:
             time.sleep(LOOK_EVERY_S)
         if waits_while_stopped:
             self._log_stacks(key)
-        if self._signal_leader(key, signal.SIGHUP):  # SIGTERM would make the rank commit its work first
+        if self._signal_leader(key, END):
             with self._changed:
                 self._changed.wait_for(lambda: key not in self._running, timeout=grace_s)
             self._signal_leader(key, signal.SIGKILL)

@@ -69,7 +69,7 @@ class ProcessGroupCollectives:
             self._on_device = (
                 Communicator(PrefixStore("nccl", store), position, size, device) if backend == "nccl" else None
             )
-        except (RuntimeError, InvalidJob) as error:
+        except (RuntimeError, OSError, InvalidJob) as error:
             raise CollectiveFailed(
                 f"the ranks could not meet: {error}. Where ranks cannot reach each other, backend='cpu' averages "
                 "through the coordinator"

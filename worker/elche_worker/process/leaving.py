@@ -14,11 +14,15 @@ ASK = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGTERM
 """The agent's signal to a rank that is to leave. A rank that is leaving ignores it: it may have got SIGTERM before, as
 all processes of a host do when that is shut down.
 """
+END = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGKILL
+"""The agent's signal that ends a rank. Not SIGTERM, at which the rank would commit its work first, nor SIGHUP: all
+processes of a session that is ended get that.
+"""
 
 
 def leave_on_sigterm(ask: Callable[[], None] = lambda: None) -> Callable[[], bool]:
     """Calls `ask` at the first SIGTERM or `ASK`, on another thread since it may take locks; a SIGTERM after that ends
-    the process. Forked processes end at the first.
+    the process. Forked processes end at the first. SIGHUP does nothing: it comes with SIGTERM where a session is ended.
 
     Returns a function for the time after user code has begun, which may handle SIGTERM as scripts do, by ending: it
     takes the signal back, and returns True if it was taken.
@@ -47,6 +51,7 @@ def leave_on_sigterm(ask: Callable[[], None] = lambda: None) -> Callable[[], boo
             signal.signal(signal.SIGTERM, on_sigterm)
         return is_taken
 
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(ASK, on_ask)
     signal.signal(signal.SIGTERM, on_sigterm)  # last: without real-time signals, ASK is SIGTERM
     return take_back

@@ -88,8 +88,9 @@ class Spawner:
         """Returns when the agent has ended."""
         # A handler that does nothing: without a Python handler the signal would not write to the wakeup descriptor.
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # sent to all processes when a host shuts down: ranks leave in order first
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # sent to all processes when a host shuts down, or a session ends: ranks leave in order first
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         self._selector.register(self._agent, selectors.EVENT_READ)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
