@@ -172,10 +172,11 @@ class Balance:
             index += 1
 
     def measure(self, step: Step, timed: Sequence[tuple[int, float]], sync_ms: float) -> list[float] | None:
-        for size, compute_ms in timed:
-            if size and compute_ms > 0:
-                measured, old = size / compute_ms, self._own_throughput
-                self._own_throughput = old + THROUGHPUT_WEIGHT * (measured - old) if old else measured
+        # Of all batches together: a loop that takes several before it trains them has trained all in the last one's time.
+        size, compute_ms = sum(size for size, _ in timed), added(ms for size, ms in timed if size)
+        if size and compute_ms > 0:
+            measured, old = size / compute_ms, self._own_throughput
+            self._own_throughput = old + THROUGHPUT_WEIGHT * (measured - old) if old else measured
         self._num_done = step.index + 1
         # By the number of steps, not by time: all ranks must exchange in the same step, or some would wait forever.
         since_calibration = self._num_done - CALIBRATION_STEPS
