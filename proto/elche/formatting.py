@@ -11,7 +11,7 @@ AROUND = re.compile(r"^(\[rank\d+\]:)?[\s\u2500-\u257f]+|[\s\u2500-\u257f]+$")
 PARTING = re.compile(
     r"(\[rank\d+\]:)?\[[DIWEF]\d{4} |terminate called without an active exception|.*resource_tracker|warnings\.warn\("
 )
-"""What libraries print while a process ends, after its reason: PyTorch's own log lines, as of process groups that nobody
+"""What libraries print while a process ends, after its reason: PyTorch's log lines, as of process groups that nobody
 has destroyed, the end of threads, and of semaphores that are left."""
 
 

@@ -112,7 +112,7 @@ def test_what_libraries_print_as_a_process_ends_is_not_its_reason() -> None:
     parting = [
         "terminate called without an active exception",
         "[rank0]:[W1130 08:11:50.123456789 ProcessGroupNCCL.cpp:1538] Warning: destroy_process_group() was not called",
-        "/usr/lib/python3.13/multiprocessing/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be",
+        "/usr/lib/python3.13/multiprocessing/resource_tracker.py:254: UserWarning: resource_tracker: There seem to be",
         "  warnings.warn('resource_tracker: There appear to be %d leaked semaphore objects",
     ]
     for words in parting:

@@ -62,7 +62,7 @@ class _Watched:
         self._is_sum = False
         """True if a gradient was added after that."""
         self._num_steps = 0
-        self._handle = parameter.register_post_accumulate_grad_hook(self._note_added)
+        self._handle = parameter.register_post_accumulate_grad_hook(self._note_added)  # type: ignore[no-untyped-call]
 
     def note_step_of_another(self) -> None:
         self._is_left = self._parameter.grad is not None

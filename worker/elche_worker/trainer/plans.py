@@ -172,7 +172,7 @@ class Balance:
             index += 1
 
     def measure(self, step: Step, timed: Sequence[tuple[int, float]], sync_ms: float) -> list[float] | None:
-        # Of all batches together: a loop that takes several before it trains them has trained all in the last one's time.
+        # Together: a loop that takes several batches before it trains them trains all in the time of the last one.
         size, compute_ms = sum(size for size, _ in timed), added(ms for size, ms in timed if size)
         if size and compute_ms > 0:
             measured, old = size / compute_ms, self._own_throughput
