@@ -318,7 +318,9 @@ def test_gradients_that_another_loss_has_left_are_named_once(clears: str, capfd:
         if clears in {"to none", "to zero"}:
             optimizers["d"].zero_grad(set_to_none=clears == "to none")
     words = "step(optimizer='d') steps with the sum of two losses' gradients"
+    trainer.close()
     assert capfd.readouterr().err.count(words) == (clears == "nothing")
+    assert not any(one._post_accumulate_grad_hooks for one in model.parameters()), "nothing is left at the model"
 
 
 @pytest.mark.parametrize(

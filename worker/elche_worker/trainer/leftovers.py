@@ -39,6 +39,11 @@ class Leftovers:
                 self._watched[key] = _Watched(left)
             self._watched[key].note_step_of_another()
 
+    def close(self) -> None:
+        """Watches no more."""
+        for watched in self._watched.values():
+            watched.close()
+
     def check(self, keys: Sequence[Key]) -> None:
         """Called before the optimizers `keys` step."""
         for key in keys:
@@ -72,8 +77,11 @@ class _Watched:
         is_sum, self._is_left, self._is_sum = self._is_sum, False, False
         self._num_steps += 1
         if self._num_steps == NUM_STEPS:
-            self._handle.remove()
+            self.close()
         return is_sum
+
+    def close(self) -> None:
+        self._handle.remove()
 
     def _note_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None

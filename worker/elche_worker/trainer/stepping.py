@@ -375,6 +375,7 @@ class Stepper:
         self.comparison.close()
         _steppers.discard(self)
         self._others.close()
+        self._leftovers.close()
         self.averager.close()
 
     def _free_buffers(self) -> list[torch.Tensor]:
