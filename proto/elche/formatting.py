@@ -8,6 +8,11 @@ from elche.reports import StallReport
 
 AROUND = re.compile(r"^(\[rank\d+\]:)?[\s\u2500-\u257f]+|[\s\u2500-\u257f]+$")
 """What surrounds words: torch's prefix for ranks, and the frames that typer and rich draw."""
+PARTING = re.compile(
+    r"(\[rank\d+\]:)?\[[DIWEF]\d{4} |terminate called without an active exception|.*resource_tracker|warnings\.warn\("
+)
+"""What libraries print while a process ends, after its reason: PyTorch's log lines, as of process groups that nobody
+has destroyed, the end of threads, and of semaphores that are left."""
 
 
 def duration(seconds: float) -> str:
@@ -33,8 +38,11 @@ def shortened(text: str, most: int) -> str:
 
 
 def last_words(lines: Sequence[str]) -> str:
-    """The last line that has words, alone: what a process that has failed said last, as an exception's text."""
-    return next((words for line in reversed(lines) if (words := AROUND.sub("", line))), "")
+    """The last line that has words, alone: what a process that has failed said last, as an exception's text. What
+    libraries print as it ends counts only if there is nothing else.
+    """
+    found = [words for line in lines if (words := AROUND.sub("", line))]
+    return next((words for words in reversed(found) if not PARTING.match(words)), found[-1] if found else "")
 
 
 def membership_text(text: str, num_ranks: int) -> str:

@@ -106,6 +106,21 @@ def test_the_last_words_of_a_process_are_no_frame_around_them() -> None:
     assert not last_words([" \u2500 "])
 
 
+def test_what_libraries_print_as_a_process_ends_is_not_its_reason() -> None:
+    """A script that kept its own process group was told to have failed by that group's end."""
+    reason = "elche.errors.Misuse: the model is in DistributedDataParallel"
+    parting = [
+        "terminate called without an active exception",
+        "[rank0]:[W1130 08:11:50.123456789 ProcessGroupNCCL.cpp:1538] Warning: destroy_process_group() was not called",
+        "/usr/lib/python3.13/multiprocessing/resource_tracker.py:254: UserWarning: resource_tracker: There seem to be",
+        "  warnings.warn('resource_tracker: There appear to be %d leaked semaphore objects",
+    ]
+    for words in parting:
+        assert last_words([f"[rank0]: {reason}", words]) == reason
+    assert last_words([f"[rank0]: {reason}", *parting]) == reason
+    assert last_words(parting[:1]) == parting[0]
+
+
 class WritesTwice:
     """What scripts put in the place of `sys.stdout` to have a log, too."""
 

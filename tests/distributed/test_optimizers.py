@@ -293,6 +293,36 @@ def test_on_one_process_only_what_is_named_is_stepped_and_cleared() -> None:
     assert trainer.optimizer is optimizers["g"]
 
 
+@pytest.mark.parametrize("clears", ["nothing", "to none", "to zero", "not needed", "a joint loss"])
+def test_gradients_that_another_loss_has_left_are_named_once(clears: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Loops of GANs and actor-critics left out the zero_grad() that they had, as that of one optimizer: each step of
+    the critic was made with the generator's gradients, too, in silence.
+    """
+    model, optimizers, trainer = begin(True, TrainerConfig(device="cpu"))
+    noise, real = torch.ones(2, 3), torch.ones(2, 4)
+    for _ in range(4):
+        if clears == "a joint loss":
+            (model.loss_of_critic(noise, real) + model.loss_of_generator(noise)).backward()
+        else:
+            for _ in range(2):  # accumulated
+                model.loss_of_critic(noise, real).backward()
+        trainer.step(optimizer="d")
+        if clears != "a joint loss":
+            model.critic.requires_grad_(clears != "not needed")
+            for _ in range(2):
+                model.loss_of_generator(noise).backward()
+                trainer.step(optimizer="g")
+            model.critic.requires_grad_(True)
+        else:
+            trainer.step(optimizer="g")
+        if clears in {"to none", "to zero"}:
+            optimizers["d"].zero_grad(set_to_none=clears == "to none")
+    words = "step(optimizer='d') steps with the sum of two losses' gradients"
+    trainer.close()
+    assert capfd.readouterr().err.count(words) == (clears == "nothing")
+    assert not any(one._post_accumulate_grad_hooks for one in model.parameters()), "nothing is left at the model"
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -50,6 +50,16 @@ def test_a_rank_tells_the_mean_of_what_it_has_measured_and_not_its_last_batch() 
     assert told == [pytest.approx(2.0 + 0.3 * 10.0)]
 
 
+def test_batches_that_a_loop_takes_before_it_trains_them_are_measured_together() -> None:
+    """Loops that accumulate gradients take a step's batches first, to count their tokens. The whole step's time is then
+    the last batch's, and the others seem to take none: the slower rank got the larger share.
+    """
+    planner = Balance(0, 2, TrainerConfig(max_anchor=0))
+    (step,) = steps(planner, 1)
+    planner.measure(step, [(20, 0.01), (20, 0.01), (10, 24.98)], 1.0)
+    assert planner._own_throughput == pytest.approx(2.0)
+
+
 def test_the_first_measurement_is_taken_as_it_is() -> None:
     planner = Balance(0, 2, TrainerConfig(max_anchor=0))
     (step,) = steps(planner, 1)

@@ -53,6 +53,7 @@ from elche_worker.session.launch import Launch
 from elche_worker.session.stopped import claim
 from elche_worker.telemetry.audit import AuditLog
 from elche_worker.telemetry.meter import Meter, RoundWork
+from elche_worker.telemetry.slowdown import Slowdown
 from elche_worker.telemetry.timing import new_timer
 from elche_worker.user.callbacks import Callbacks, be_this_rank
 from elche_worker.user.events import record_event
@@ -106,6 +107,7 @@ class Replica:
             meet or (lambda act: connect(act, launch, job, channel, self.device)),
             wake if note_built is None else note_built,
         )
+        self._slowdown = Slowdown(launch.slow_factor)
         self.timer = new_timer(self.device, keeps_intervals=parts.timeline is not None)
         self.meter = Meter(reads_losses=self.device.type == "cpu")
         self._norm = ParameterNorm(parts.layout, self.device)
@@ -314,7 +316,7 @@ class Replica:
         started_s = time.perf_counter()
         with _lost_peers_converted():
             loss, scalars = self.replica_group.train(self.step.run, data, batch)
-        if self.launch.slow_factor > 1 and self.replica_group.is_leader:
+        if self._slowdown.is_on and self.replica_group.is_leader:
             self._slow_down(started_s)
         self.timer.stop()
         self.meter.add_batch(batch.epoch, batch.size, loss, scalars, batch.own_size / batch.size)
@@ -355,7 +357,7 @@ class Replica:
     def _slow_down(self, started_s: float) -> None:
         """Simulates a slower device: the batch takes `slow_factor` times as long."""
         self._streams.finish_compute()
-        time.sleep((time.perf_counter() - started_s) * (self.launch.slow_factor - 1))
+        self._slowdown.sleep(time.perf_counter() - started_s)
 
     # Rounds
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from elche_worker.telemetry.slowdown import Slowdown
 from elche_worker.telemetry.timing import Interval, new_timer
 
 
@@ -20,7 +21,7 @@ class StepClock:
         """Samples of the batches whose times are not known yet."""
         self._is_running = False
         self._step_started_s = time.perf_counter()
-        self._slow_factor = float(os.environ.get("ELCHE_SLOW") or 1)
+        self._slowdown = Slowdown(float(os.environ.get("ELCHE_SLOW") or 1))
 
     def begin_step(self) -> None:
         """Starts timing a step."""
@@ -67,7 +68,7 @@ class StepClock:
 
     def slow_down(self) -> None:
         """Simulates a slower device: the step takes `ELCHE_SLOW` times as long."""
-        if self._slow_factor > 1:
+        if self._slowdown.is_on:
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
-            time.sleep((time.perf_counter() - self._step_started_s) * (self._slow_factor - 1))
+            self._slowdown.sleep(time.perf_counter() - self._step_started_s)

@@ -173,10 +173,11 @@ class Balance:
             index += 1
 
     def measure(self, step: Step, timed: Sequence[tuple[int, float]], sync_ms: float) -> list[float] | None:
-        for size, compute_ms in timed:
-            if size and compute_ms > 0:
-                measured, old = size / compute_ms, self._own_throughput
-                self._own_throughput = old + THROUGHPUT_WEIGHT * (measured - old) if old else measured
+        # Together: a loop that takes several batches before it trains them trains all in the time of the last one.
+        size, compute_ms = sum(size for size, _ in timed), added(ms for size, ms in timed if size)
+        if size and compute_ms > 0:
+            measured, old = size / compute_ms, self._own_throughput
+            self._own_throughput = old + THROUGHPUT_WEIGHT * (measured - old) if old else measured
         self._num_done = step.index + 1
         # By the number of steps, not by time: all ranks must exchange in the same step, or some would wait forever.
         since_calibration = self._num_done - CALIBRATION_STEPS

@@ -24,6 +24,7 @@ from elche_worker.trainer.clock import StepClock
 from elche_worker.trainer.comparison import Comparison
 from elche_worker.trainer.config import TrainerConfig, check_has_effect
 from elche_worker.trainer.forward import Forward
+from elche_worker.trainer.leftovers import Leftovers
 from elche_worker.trainer.optimizers import Key, Optimizers, make_step
 from elche_worker.trainer.other_optimizers import OtherOptimizers
 from elche_worker.trainer.plans import Balance, CadencePlan, Planner, Step, part_of
@@ -108,6 +109,7 @@ class Stepper:
         self.comparison = Comparison(model, optimizers, world, progress, together, is_mixed=is_mixed)
         note_stepped = self.comparison.note_changed
         self._others = OtherOptimizers(model, optimizers, world, self.averager, note_stepped=note_stepped)
+        self._leftovers = Leftovers(optimizers, tells=not world.rank)
         watch_scalers()
         watch_clipping()
         watch_wrapped()
@@ -278,6 +280,7 @@ class Stepper:
             check_not_wrapped(self._model)
             check_not_unscaled(self._optimizers.by_key[key] for key in keys)
         self.averager.averaged = keys
+        self._leftovers.check(keys)
         self.clock.slow_down()
         self.clock.end_batch()
         self._batch_ms = self._take_times()
@@ -375,6 +378,7 @@ class Stepper:
         self.comparison.close()
         _steppers.discard(self)
         self._others.close()
+        self._leftovers.close()
         self.averager.close()
 
     def _free_buffers(self) -> list[torch.Tensor]:
@@ -468,6 +472,7 @@ class Stepper:
         )
         stepped = self.averager.averaged
         self._begin_step(stepped, keeps_batches=len(stepped) < len(self._optimizers.by_key))
+        self._leftovers.note_step(stepped)
         self.report()
 
     def report(self, *, is_last: bool = False) -> None:

@@ -1,0 +1,27 @@
+"""Simulates a slower device by sleeping after each batch or step."""
+
+import time
+from collections import deque
+
+MOST = 10
+"""So many times the shortest of the latest are slowed at most: what takes longer, as a compilation, is no training."""
+NUM_LATEST = 20
+
+
+class Slowdown:
+    """Makes what takes a time take `factor` times as long, except the first one, which may compile and allocate."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._latest_s: deque[float] = deque(maxlen=NUM_LATEST)
+
+    @property
+    def is_on(self) -> bool:
+        """True if there is anything to simulate."""
+        return self._factor > 1
+
+    def sleep(self, took_s: float) -> None:
+        """Called when a batch or step has ended that took `took_s` on this device."""
+        if self._latest_s:
+            time.sleep(min(took_s, MOST * min(self._latest_s)) * (self._factor - 1))
+        self._latest_s.append(took_s)
