@@ -27,6 +27,7 @@ from elche_worker.device.rng import seed_all
 from elche_worker.device.streams import DeviceStreams, new_streams, pin_accumulators
 from elche_worker.model.batch_size import is_auto, rank_batch_size
 from elche_worker.model.evaluation import evaluate, evaluate_part, metrics_of, rehearse, rehearse_modes
+from elche_worker.model.layout import Layout
 from elche_worker.model.mean import MeanOfModel, decay_of
 from elche_worker.model.modes import evaluated_weights, what_is_still
 from elche_worker.model.own_state import OwnState, build_own_state
@@ -104,7 +105,8 @@ class _Training:
         self._rates = LearningRates(self._built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
         if text := self._rates.epochs_notice(self._extent):
             notice(text)
-        self._mean = MeanOfModel(self._built.model, decay_of(job.ema, batch_size), buffers=job.buffers)
+        self._layout = Layout(self._built.model, self._built.all_optimizers, buffers=job.buffers)
+        self._mean = MeanOfModel(self._layout, decay_of(job.ema, batch_size))
         self._callbacks = Callbacks()
         self._rank = _OnlyRank(self._built, self._rates, self._callbacks, chosen.device, self._own_state)
         be_this_rank(self._rank)
@@ -141,6 +143,7 @@ class _Training:
             started_s = time.perf_counter()
             sums = self._train(epoch)
             duration_s = time.perf_counter() - started_s
+            self._layout.check()
             _report_skipped(epoch, sums)
             _check_finite(self._job, self._built.model, epoch)
             with self._mean.in_model():
@@ -169,6 +172,7 @@ class _Training:
     def _train(self, epoch: int) -> EpochSums:
         self._rank.epoch, sums = epoch, EpochSums()
         self._callbacks.call(self._job.epoch_fn, self._rank, epoch, on_every_rank=True)
+        self._layout.check()
         self._loader.plan()
         for offset, size in _parts_of(epoch, self._extent, self._shard_sizes, self._job.seed):
             self._loader.add(LeasedPart(id=next(self._lease_ids), epoch=epoch, offset=offset, size=size))
