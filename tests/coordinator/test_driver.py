@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+import elche_coordinator.driver
 from elche.errors import Unreachable
 from elche.v1 import agent_pb2, job_pb2
-import elche_coordinator.driver
 from elche_coordinator import codec
 from elche_coordinator.archive.history import History
 from elche_coordinator.core.coordinator import Coordinator

@@ -25,7 +25,7 @@ from elche_worker.device.discovery import own_device
 from elche_worker.device.kinds import kind_of
 from elche_worker.device.rng import seed_all
 from elche_worker.device.streams import DeviceStreams, new_streams, pin_accumulators
-from elche_worker.model.batch_size import is_auto, rank_batch_size
+from elche_worker.model.batch_size import is_auto, nominal_batch_size, rank_batch_size
 from elche_worker.model.evaluation import evaluate, evaluate_part, metrics_of, rehearse, rehearse_modes
 from elche_worker.model.layout import Layout
 from elche_worker.model.mean import MeanOfModel, decay_of
@@ -87,7 +87,7 @@ class _Training:
         batch_size = rank_batch_size(job, chosen, dataset_size)
         self._extent = Extent(
             dataset_size=dataset_size,
-            batch_size=batch_size,
+            batch_size=nominal_batch_size(job, dataset_size),
             epochs=job.epochs,
             drop_last=job.drop_last,
             max_steps=job.max_steps,
@@ -95,7 +95,7 @@ class _Training:
         self._shard_sizes = dataset.sizes if isinstance(dataset, Shards) else (dataset_size,)
         self._lease_ids = count(1)
         self._wake = threading.Event()
-        self._loader = _new_loader(job, dataset, batch_size, target, streams, self._wake)
+        self._loader = _new_loader(job, dataset, dataset_size, batch_size, target, streams, self._wake)
         self._accumulators = pin_accumulators(self._built.model)
         self._own_state = build_own_state(job, self._built.model, FILE)
         seed_all(job.seed)  # as rank 0 of a job does
@@ -106,7 +106,7 @@ class _Training:
         if text := self._rates.epochs_notice(self._extent):
             notice(text)
         self._layout = Layout(self._built.model, self._built.all_optimizers, buffers=job.buffers)
-        self._mean = MeanOfModel(self._layout, decay_of(job.ema, batch_size))
+        self._mean = MeanOfModel(self._layout, decay_of(job.ema, self._extent.batch_size))
         self._callbacks = Callbacks()
         self._rank = _OnlyRank(self._built, self._rates, self._callbacks, chosen.device, self._own_state)
         be_this_rank(self._rank)
@@ -201,6 +201,7 @@ class _Training:
 def _new_loader(
     job: JobDefinition,
     dataset: Any,
+    dataset_size: int,
     batch_size: int,
     target: torch.device,
     streams: DeviceStreams,
@@ -208,7 +209,7 @@ def _new_loader(
 ) -> LeaseLoader:
     loader = LeaseLoader(
         dataset,
-        order=build_order(job, dataset, FILE),
+        order=build_order(job, dataset, dataset_size, FILE),
         batch_size=batch_size,
         seed=job.seed,
         collate_fn=job.collate_fn,

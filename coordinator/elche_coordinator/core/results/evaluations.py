@@ -16,8 +16,7 @@ from elche_coordinator.core.records.failure import Failure
 MAX_VERSIONS = 32
 """Number of newest versions whose metrics a checkpoint stores."""
 MAX_METRICS_BYTES = 1 << 20
-"""Most bytes of these metrics, each with its name, since a checkpoint's state is one message to the rank that writes it.
-"""
+"""Most bytes of these metrics, with their names: a checkpoint's state is one message to the rank that writes it."""
 FIGURE_BYTES = 24
 """Bytes of a figure as text."""
 
