@@ -204,6 +204,16 @@ def test_a_run_without_a_coordinator_refuses_groups_that_come_later_as_ranks_do(
         train_alone(some, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("name", "given"), [("outer_optimizer", "nesterov"), ("after_round", lambda model, version: None)]
+)
+def test_a_run_without_a_coordinator_refuses_what_changes_the_model_in_rounds(name: str, given: Any) -> None:
+    """It left them out, in silence: the model was another than that of the same file under `elche run`."""
+    some = job(lambda: nn.Linear(1, 1), **{name: given})
+    with pytest.raises(InvalidJob, match=rf"makes no rounds, so {name} would have no effect, .* or job.start\(\)"):
+        train_alone(some, device="cpu")
+
+
 def test_a_parameter_that_is_replaced_in_its_module_is_refused_when_a_round_begins() -> None:
     """The optimizer kept the former one, so that the new one was averaged and saved, but never trained, in silence."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))

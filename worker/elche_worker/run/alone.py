@@ -33,6 +33,7 @@ from elche_worker.model.modes import evaluated_weights, what_is_still
 from elche_worker.model.own_state import OwnState, build_own_state
 from elche_worker.model.state import TrainedState
 from elche_worker.model.step import Built, TrainStep, build_model
+from elche_worker.outer import Average
 from elche_worker.rank.view import RateSetters
 from elche_worker.telemetry.meter import EpochSums
 from elche_worker.user.callbacks import Callbacks, EpochMetrics, be_this_rank
@@ -60,6 +61,7 @@ def train_alone(
             f"job.run() is one process, and group_size is {job.group_size}: use `elche run` or job.start(), or replace "
             "group_size by 1 and shard by None"
         )
+    _check_has_no_rounds(job)
     chosen = own_device(device)
     target = torch.device(chosen.device)
     kind_of(target).select(target)
@@ -72,6 +74,17 @@ def train_alone(
         finally:
             training.end()
         return training.result()
+
+
+def _check_has_no_rounds(job: JobDefinition) -> None:
+    """Raises `InvalidJob` for what changes the model in rounds, of which there are none here."""
+    is_outer = not isinstance(job.outer_optimizer, Average)
+    for name, is_given in ("outer_optimizer", is_outer), ("after_round", job.after_round is not None):
+        if is_given:
+            raise InvalidJob(
+                f"job.run() makes no rounds, so {name} would have no effect, and the model would be another: use "
+                f"`elche run` or job.start(), or leave {name} out"
+            )
 
 
 class _Training:
