@@ -31,6 +31,8 @@ MAX_EVENT_CHARS = 200
 MAX_ERROR_CHARS = 4096
 MAX_TRACEBACK_CHARS = 1 << 14
 """Most characters of a traceback, and of a log's end: they stay in memory, with each of many jobs that have failed."""
+MAX_CHECKPOINTS_BYTES = 1 << 20
+"""Most bytes of a job's checkpoints in one message to a client, each with its metrics."""
 
 STATES: dict[str, job_pb2.JobState.ValueType] = {
     "grouping": job_pb2.JOB_STATE_STARTING,
@@ -243,8 +245,18 @@ def spec_message(spec: JobSpec, source: str) -> job_pb2.JobSpec:
 def view_message(view: JobView) -> job_pb2.JobView:
     """The message of a job's view."""
     message = to_message(view, job_pb2.JobView, state=STATES[view.state], submitted_at=None)
+    _bound(message.checkpoints)
     message.submitted_at.FromMilliseconds(int(view.submitted_at * 1000))
     return message
+
+
+def _bound(checkpoints: Any) -> None:
+    """Leaves the oldest checkpoints out, but not the best, where all take more than `MAX_CHECKPOINTS_BYTES`."""
+    left = MAX_CHECKPOINTS_BYTES
+    for index in reversed(range(len(checkpoints))):
+        left -= checkpoints[index].ByteSize()
+        if left < 0 and not checkpoints[index].is_best:
+            del checkpoints[index]
 
 
 def host_message(host: HostView) -> job_pb2.HostView:
@@ -288,6 +300,7 @@ def watch_message(report: reports.Report) -> job_pb2.WatchJobResponse:
             return job_pb2.WatchJobResponse(user_event=to_message(report, job_pb2.UserEvent))
         case reports.JobResult():
             result = to_message(report, job_pb2.JobResult, state=STATES[report.outcome])
+            _bound(result.checkpoints)
             return job_pb2.WatchJobResponse(result=result)
         case _:
             assert_never(report)

@@ -10,6 +10,7 @@ from typing import Any, assert_never, cast
 from google.protobuf.message import Message
 
 from elche.errors import Unreachable
+from elche.network import MAX_MESSAGE_BYTES
 from elche.v1 import agent_pb2
 from elche_coordinator import codec
 from elche_coordinator.core.coordinator import Coordinator
@@ -342,6 +343,10 @@ class Driver:
             log.exception("job=%s %s cannot be performed", command.job_id, type(command).__name__)
             self._fail_later(command.job_id, f"{type(command).__name__} cannot be carried out: {error}")
             return None
+        if not isinstance(message, StartOrder) and (num_bytes := message.ByteSize()) > MAX_MESSAGE_BYTES:
+            # gRPC would end the stream instead, and each one after it.
+            self._fail_later(command.job_id, _why_too_large(command, num_bytes))
+            return None
         stream = self._stream_of(command)
         return Visible(command=command, stream=stream, number=stream.keep(message) if stream is not None else 0)
 
@@ -464,3 +469,10 @@ class Driver:
     def _on_deadline(self) -> None:
         self._timer = self._armed_s = None
         self._handle_own(DeadlinePassed())
+
+
+def _why_too_large(command: RankCommand, num_bytes: int) -> str:
+    return (
+        f"a message to rank {command.rank} ({type(command).__name__}) has {num_bytes} bytes, and at most "
+        f"{MAX_MESSAGE_BYTES} can be sent: record fewer scalars and metrics, with shorter names"
+    )

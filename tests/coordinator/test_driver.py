@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+import elche_coordinator.driver
 from elche.errors import Unreachable
 from elche.v1 import agent_pb2, job_pb2
 from elche_coordinator import codec
 from elche_coordinator.archive.history import History
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.messages.commands import Publish
-from elche_coordinator.core.messages.events import JobCancelled, JobSubmitted
+from elche_coordinator.core.messages.commands import Publish, SendEpochMetrics
+from elche_coordinator.core.messages.events import JobCancelled, JobSubmitted, LoopAttached
 from elche_coordinator.core.messages.ids import JobId
-from elche_coordinator.core.messages.reports import EvaluationReport
+from elche_coordinator.core.messages.reports import EpochReport, EvaluationReport
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver, Visible
-from elche_coordinator.services.sessions import AgentQueue, attend
+from elche_coordinator.services.sessions import AgentQueue, attend, open_session
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.storage.store import JobRow
 from elche_coordinator.streams.streams import StartOrder
@@ -115,6 +116,35 @@ def test_what_waits_for_one_jobs_record_does_not_wait_for_anothers(tmp_path: Pat
             assert not getting.done(), "it is told of a job that is not on disk"
             disk.may_write.release()
             assert (await getting).start_rank.job_id == "second"
+
+    in_loop(story)
+
+
+def test_a_message_that_is_too_large_for_its_rank_fails_the_job_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC ended the rank's stream instead, and each one after it: the job stood still, and memory grew."""
+    monkeypatch.setattr(elche_coordinator.driver, "MAX_MESSAGE_BYTES", 3)
+
+    async def story() -> None:
+        async with driving(tmp_path) as (driver, disk, _):
+            disk.may_write.release(100)
+            spec = JobSpec(name="loop", source_hash="", file_name="loop", num_ranks=1, is_loop=True)
+            ranks = (("host", "cpu"),)
+            driver.handle(LoopAttached(job_id=JobId("loop"), spec=spec, ranks=ranks, policy="", submitted_at=1.0))
+            (address,) = driver.core.addresses(JobId("loop"))
+            assert open_session(driver, address, 0) is not None
+            report = EpochReport(epoch=0, loss=1.0, scalars={}, duration_s=1.0, committed=1, dropped=0, rank_batches=())
+            command = SendEpochMetrics(**address, report=report, metrics={})
+            assert driver._prepare(command) is None
+            await asyncio.wait_for(driver.durable(), 10)
+            view = driver.core.view(JobId("loop"), 0.0)
+            assert view is not None
+            size = codec.rank_response(command).ByteSize()
+            assert view.reason == (
+                f"a message to rank 0 (SendEpochMetrics) has {size} bytes, and at most 3 can be sent: record fewer "
+                "scalars and metrics, with shorter names"
+            )
 
     in_loop(story)
 

@@ -246,3 +246,20 @@ def test_of_a_long_error_the_beginning_and_the_end_are_kept() -> None:
     for one, most in {**kept, exited.log_tail: codec.MAX_TRACEBACK_CHARS}.items():
         assert len(one) < most + 100
         assert (one[0], one[-1]) == ("E", "!")
+
+
+def test_of_many_checkpoints_clients_get_the_newest_and_the_best() -> None:
+    """A hundred with 900 metrics each made a message of more than 4 MiB: nobody could list jobs any more."""
+    metrics = {f"{number:03}" + "m" * 90: 1.0 for number in range(900)}
+    kept = tuple(
+        reports.Checkpoint(
+            version=version, name="", path="", epoch=1, global_step=1, metrics=metrics, is_best=version == 3
+        )
+        for version in range(1, 31)
+    )
+    view = codec.view_message(describe.JobView(job_id="job", state="training", checkpoints=kept))
+    result = codec.watch_message(reports.JobResult(outcome=reports.Outcome.SUCCEEDED, checkpoints=kept)).result
+    for message in view, result:
+        versions = [one.version for one in message.checkpoints]
+        assert versions == [3, *range(31 - len(versions) + 1, 31)]
+        assert codec.MAX_CHECKPOINTS_BYTES / 2 < message.ByteSize() < codec.MAX_CHECKPOINTS_BYTES * 1.5

@@ -37,6 +37,11 @@ def work(*nums: int) -> rank_pb2.SyncAck:
     return rank_pb2.SyncAck(work=[rank_pb2.EpochWork(scalars={str(name): one for name in range(num)}) for num in nums])
 
 
+def recording(num_rounds: int, num_parts: int, num_slices: int) -> job_pb2.JobSpec:
+    part = job_pb2.RankPart(slices=[job_pb2.Slice(size=1)] * num_slices)
+    return job_pb2.JobSpec(replay=[job_pb2.RecordedRound(parts=[part] * num_parts)] * num_rounds)
+
+
 PAIRS: dict[str, tuple[Message, Message, str]] = {
     "a text": (
         agent_pb2.AgentHello(host="h" * 255),
@@ -61,7 +66,17 @@ PAIRS: dict[str, tuple[Message, Message, str]] = {
     "all maps of a list": (
         work(*[1000] * 10),
         work(*[1000] * 10, 1),
-        "SyncAck.work has 10001 scalars; at most 10000 are taken",
+        "SyncAck.work has 10001 scalars in all; at most 10000 are taken",
+    ),
+    "all lists in the lists of a list": (
+        recording(1000, 2, 99),
+        recording(1000, 2, 100),
+        "JobSpec.replay has 202000 parts and slices in all; at most 200000 are taken",
+    ),
+    "many empty messages": (
+        recording(100_000, 0, 0),
+        recording(100_001, 0, 0),
+        "JobSpec.replay has 100001 entries; at most 100000 are taken",
     ),
     "the last entry of a list": (
         job_pb2.JobSpec(secrets=["A", "B" * 64]),

@@ -13,7 +13,7 @@ from elche_coordinator.core.messages.events import EvaluationDone
 from elche_coordinator.core.messages.ids import Epoch, Incarnation, JobId, Rank, Version
 from elche_coordinator.core.messages.spec import TensorSum
 from elche_coordinator.core.records.failure import Failure
-from elche_coordinator.core.results.evaluations import MAX_VERSIONS, Evaluation, Evaluations
+from elche_coordinator.core.results.evaluations import MAX_METRICS_BYTES, MAX_VERSIONS, Evaluation, Evaluations
 
 
 def evaluations(**changes: object) -> Evaluations:
@@ -234,6 +234,21 @@ def test_metrics_of_old_versions_are_forgotten_but_for_the_best():
     assert len(kept) == MAX_VERSIONS + 1
     assert kept["1"] == {"loss": 0.1}
     assert "2" not in kept
+
+
+def test_many_metrics_of_many_versions_are_forgotten_before_a_checkpoint_is_too_large_to_be_ordered():
+    """With 900 metrics of long names the order of the 23rd checkpoint was over 4 MiB, and the training stood still."""
+    some = evaluations()
+    sums = {f"{number:03}" + "é" * 50: (float(number), 1) for number in range(900)} | {"loss": (1.0, 1)}
+    for version in range(1, 12):
+        some.begin([Epoch(version)], Version(version), [Rank(0)], version + 1)
+        (done,) = some.take_part(part(0, version, sums))
+        assert some.judge(done) is None
+        kept = some.to_json()["by_version"]
+        assert len(json.dumps(kept)) < 2 * MAX_METRICS_BYTES
+        assert next(iter(kept)) == "1", "the best"
+        assert list(kept)[-1] == str(version)
+    assert 3 < len(kept) < 11
 
 
 def test_a_metric_that_is_not_there_is_named_with_those_that_are():

@@ -14,6 +14,7 @@ from elche.errors import InvalidJob
 from elche_worker import TrainingJob
 from elche_worker.device.faults import is_out_of_memory
 from elche_worker.model.batch_size import AUTO_BATCH_SIZE, largest_that_fits, nominal_batch_size, rank_batch_size
+from elche_worker.run.alone import train_alone
 from elche_worker.user.device import Device
 
 CPU = Device(device="cpu")
@@ -235,3 +236,39 @@ def test_a_model_that_makes_a_buffer_in_its_first_forward() -> None:
 
     model = Lazy(4, 1)
     assert largest_that_fits(8, lambda size: model(torch.zeros(size, 4)).sum().backward(), model, is_out_of_memory) == 8
+
+
+def test_a_run_without_a_coordinator_counts_steps_in_the_batches_of_a_device_without_a_name() -> None:
+    """As a run with one does: with the device's own, 64 samples, four steps were 256 samples instead of 64."""
+    seen: list[int] = []
+
+    def train_step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        seen.append(len(batch))
+        return model(batch).sum()
+
+    job = TrainingJob(
+        model=lambda: nn.Linear(1, 1),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        dataset=lambda: torch.ones(100, 1),
+        train_step=train_step,
+        batch_size={"cpu": 64, "": 16},
+        epochs=9,
+        max_steps=4,
+    )
+    train_alone(job, device="cpu")
+    assert sum(seen) == 64
+
+
+@pytest.mark.parametrize("given", [{"": "auto"}, lambda device: "auto"])
+def test_auto_is_refused_with_manual_optimization_wherever_the_job_trains(given: Any) -> None:
+    job = TrainingJob(
+        model=lambda: nn.Linear(1, 1),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        dataset=lambda: torch.ones(100, 1),
+        train_step=lambda model, batch, optimizer: {"loss": 0.0},
+        batch_size=given,
+        manual_optimization=True,
+        epochs=1,
+    )
+    with pytest.raises(InvalidJob, match="batch_size 'auto' has no effect with manual_optimization: give a number"):
+        train_alone(job, device="cpu")

@@ -26,9 +26,11 @@ from torch.utils.data import (
 from elche.errors import InvalidJob
 from elche_worker import Shards
 from elche_worker.data import dataset
+from elche_worker.data.build import build_dataset, build_order
 from elche_worker.data.dataset import AsItIs, Drawn, Shuffled, as_dataset, order_of
 from elche_worker.data.fetching import Fetch, Indices
 from elche_worker.data.lease_loader import LeaseLoader
+from elche_worker.user.job import JobDefinition
 
 SIZES = [3, 0, 4, 1]
 SAMPLES = ["0.0", "0.1", "0.2", "2.0", "2.1", "2.2", "2.3", "3.0"]
@@ -437,6 +439,24 @@ def test_a_draw_may_come_twice_and_samples_may_stay_out() -> None:
 
 
 # Which order a data set gets
+
+
+def test_a_data_set_whose_length_changes_is_refused_before_training() -> None:
+    """Longer, it was trained in part, in silence; shorter, the training failed with "size is 99", naming nothing."""
+
+    class Changing:
+        lengths = iter([100, 99])
+
+        def __len__(self) -> int:
+            return next(self.lengths)
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    job = cast(JobDefinition, SimpleNamespace(dataset=Changing, seed=0, sample_weights=None))
+    built, num_samples = build_dataset(job, "train.py")
+    with pytest.raises(InvalidJob, match=r"train.py: the data set had 100 samples, and has 99 now: its len\(\) must"):
+        build_order(job, built, num_samples, "train.py")
 
 
 def test_without_weights_every_sample_comes_once_in_an_order_of_the_epoch() -> None:

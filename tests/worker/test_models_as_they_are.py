@@ -19,6 +19,7 @@ from elche_worker.model.step import build_model
 from elche_worker.model.storage import results_of_views
 from elche_worker.model.tensors import flattened, unflattened
 from elche_worker.rank.checkpoint_capture import _copy
+from elche_worker.run.alone import train_alone
 
 CPU = torch.device("cpu")
 
@@ -135,25 +136,29 @@ def test_to_train_what_was_frozen_is_refused_and_to_freeze_what_is_trained_is_no
     layout = Layout(model)
     layout.place(CPU)
     model[1].requires_grad_(False)
-    layout.check(model)
+    layout.check()
     layout.gather()
     model[0].requires_grad_(True)
-    for use in (lambda: layout.check(model), layout.gather):
+    for use in (layout.check, layout.gather):
         with pytest.raises(InvalidJob, match=r"the model's 0.weight was frozen and is to be trained now"):
             use()
 
 
 def test_parameters_that_come_later_are_refused() -> None:
+    """Those that train_step added on two ranks were not averaged, in silence, if no epoch began after it."""
     model = nn.Sequential(nn.Linear(2, 2))
     layout = Layout(model)
+    layout.place(CPU)
     model.append(nn.Linear(2, 1))
-    with pytest.raises(InvalidJob, match=r"a new parameter, 1\.weight"):
-        layout.check(model)
+    for use in (layout.check, layout.gather):
+        with pytest.raises(InvalidJob, match=r"a new parameter, 1\.weight"):
+            use()
     del model[1]
-    layout.check(model)
+    layout.check()
     model[0] = nn.Linear(2, 2)
-    with pytest.raises(InvalidJob, match=r"the module of the model's 0\.weight was replaced"):
-        layout.check(model)
+    for use in (layout.check, layout.gather):
+        with pytest.raises(InvalidJob, match=r"the module of the model's 0\.weight was replaced"):
+            use()
 
 
 def test_groups_that_an_optimizer_gets_later_are_refused() -> None:
@@ -162,10 +167,51 @@ def test_groups_that_an_optimizer_gets_later_are_refused() -> None:
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     layout = Layout(model, [optimizer])
     optimizer.param_groups[0]["lr"] = 0.2
-    layout.check(model)
+    layout.check()
     optimizer.add_param_group({"params": list(model[1].parameters())})
     with pytest.raises(InvalidJob, match=r"the optimizer's groups of parameters have changed: .* return all groups"):
-        layout.check(model)
+        layout.check()
+
+
+@pytest.mark.parametrize("where", ["epoch_fn", "train_step"])
+def test_a_run_without_a_coordinator_refuses_groups_that_come_later_as_ranks_do(where: str) -> None:
+    """It trained them, in silence, and the same file failed when it was submitted."""
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        optimizers.append(torch.optim.SGD(model[0].parameters(), lr=0.1))
+        return optimizers[0]
+
+    def add(model: nn.Module) -> None:
+        if len(optimizers[0].param_groups) == 1:
+            optimizers[0].add_param_group({"params": list(model[1].parameters())})
+
+    def train_step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if where == "train_step":
+            add(model)
+        return model(batch).sum()
+
+    some = TrainingJob(
+        model=lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)),
+        optimizer=optimizer,
+        dataset=lambda: torch.ones(3, 2),
+        train_step=train_step,
+        batch_size=1,
+        epochs=1,
+        epoch_fn=(lambda rank, epoch: add(rank.model)) if where == "epoch_fn" else None,
+    )
+    with pytest.raises(InvalidJob, match=r"the optimizer's groups of parameters have changed"):
+        train_alone(some, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [("outer_optimizer", "nesterov"), ("after_round", lambda model, version: None)]
+)
+def test_a_run_without_a_coordinator_refuses_what_changes_the_model_in_rounds(name: str, given: Any) -> None:
+    """It left them out, in silence: the model was another than that of the same file under `elche run`."""
+    some = job(lambda: nn.Linear(1, 1), **{name: given})
+    with pytest.raises(InvalidJob, match=rf"makes no rounds, so {name} would have no effect, .* or job.start\(\)"):
+        train_alone(some, device="cpu")
 
 
 def test_a_parameter_that_is_replaced_in_its_module_is_refused_when_a_round_begins() -> None:
@@ -178,7 +224,7 @@ def test_a_parameter_that_is_replaced_in_its_module_is_refused_when_a_round_begi
     model[0].weight = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
     layout.gather()
     model[1].weight = nn.Parameter(torch.zeros(1, 2))
-    for use in (lambda: layout.check(model), layout.gather):
+    for use in (layout.check, layout.gather):
         with pytest.raises(InvalidJob, match=r"the model's 1\.weight was replaced while it is trained"):
             use()
 

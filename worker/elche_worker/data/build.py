@@ -31,13 +31,19 @@ def build_dataset(job: JobDefinition, file_name: str) -> tuple[Any, int]:
     return dataset, num_samples
 
 
-def build_order(job: JobDefinition, dataset: Any, file_name: str) -> Order:
-    """The order of the data set's samples in an epoch. Raises `InvalidJob`, or `UserCodeRaised`."""
+def build_order(job: JobDefinition, dataset: Any, num_samples: int, file_name: str) -> Order:
+    """The order of the data set's samples in an epoch. Raises `InvalidJob`, also if the data set has not `num_samples`
+    samples any more, or `UserCodeRaised`.
+    """
     try:
         with seeded(job.seed):
             weights = job.sample_weights() if job.sample_weights else None
     except BaseException as error:
         raise refused(error, file_name) from None
+    if (now := len(dataset)) != num_samples:
+        raise InvalidJob(
+            f"{file_name}: the data set had {num_samples} samples, and has {now} now: its len() must stay the same"
+        )
     return order_of(dataset, weights, job.seed, file_name)
 
 

@@ -32,6 +32,8 @@ def nominal_batch_size(job: JobDefinition, dataset_size: int) -> int:
 
 def rank_batch_size(job: JobDefinition, device: Device, dataset_size: int) -> int:
     """The batch size on a device before any trial. Raises `InvalidJob`, naming the device."""
+    if job.manual_optimization and is_auto(job, device):
+        raise InvalidJob("batch_size 'auto' has no effect with manual_optimization: give a number")
     return _of_device(_given(job, device), device, dataset_size)
 
 

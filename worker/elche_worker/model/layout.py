@@ -103,6 +103,7 @@ class Layout:
         buffers: str = "average",
         optimizer_state: str = "local",
     ) -> None:
+        self._model = model
         self.entries = _entries(model, buffers)
         self._began = [
             (entry, entry.find())
@@ -151,11 +152,11 @@ class Layout:
         """True if the flat buffers exist: they hold the last round's result."""
         return self._device is not None
 
-    def check(self, model: nn.Module) -> None:
-        """Raises `InvalidJob` if parameters that were frozen or missing when training began are trained now, a module
-        was replaced, or an optimizer has other groups.
+    def check(self) -> None:
+        """Raises `InvalidJob` if parameters that were frozen or missing when training began are trained now, one or its
+        module was replaced, an optimizer has other groups, or a buffer that was empty has values.
         """
-        parameters = dict(model.named_parameters())
+        parameters = dict(self._model.named_parameters())
         places = {entry.name: entry.find() for entry in self.entries if entry.is_trained}
         for name, one in parameters.items():
             if name not in self._names and one.requires_grad:
@@ -248,7 +249,7 @@ class Layout:
     @torch.no_grad()
     def gather_buffers(self, *, keep: bool) -> None:
         """The first part of `gather`: the tensors that a forward pass may change."""
-        self._check_kept()
+        self.check()
         self.is_kept = keep
         for kind in self._views:
             if keep and kind not in self._snapshot:

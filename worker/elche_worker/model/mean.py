@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from elche_worker.model.layout import DTYPES, Layout
 
@@ -68,9 +67,9 @@ class MeanOfModel:
     decay.
     """
 
-    def __init__(self, model: nn.Module, decay: Decay | None, *, buffers: str) -> None:
+    def __init__(self, layout: Layout, decay: Decay | None) -> None:
         self._decay = decay
-        self._layout = Layout(model, buffers=buffers)
+        self._layout = layout
         self._mean = {name: one.clone() for name, one in self._weights().items()} if decay else {}
 
     def _weights(self) -> dict[str, torch.Tensor]:

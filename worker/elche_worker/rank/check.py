@@ -49,7 +49,7 @@ def check(
     seed_all(0)  # as every rank does, so that random numbers that the file draws are the same
     job = with_settings(load_job(source, str(path)), settings)
     dataset, dataset_size = build_dataset(job, str(path))
-    build_order(job, dataset, str(path))
+    build_order(job, dataset, dataset_size, str(path))
     build_eval_dataset(job, str(path))
     batch_size = nominal_batch_size(job, dataset_size)
     devices = choose_devices(device, num_ranks, job.group_size, trials=trials)

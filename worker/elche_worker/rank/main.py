@@ -333,7 +333,7 @@ def build(
     """Builds model, optimizers and data of this process. Also returns objects to keep alive as long as its loop."""
     file_name, device = launch.file_name, torch.device(launch.device)
     dataset, dataset_size = build_dataset(job, file_name)
-    order = build_order(job, dataset, file_name)
+    order = build_order(job, dataset, dataset_size, file_name)
     eval_dataset = build_eval_dataset(job, file_name)
     built = build_model(job, device, file_name, sharding_of(job, file_name))
     accumulators = pin_accumulators(built.model) if built.sharded is None else []
@@ -419,8 +419,6 @@ def _batch_size(job: JobDefinition, launch: Launch, built: Built, dataset: Any, 
     size = rank_batch_size(job, device, dataset_size)
     if not is_auto(job, device):
         return size, False
-    if job.manual_optimization:
-        raise InvalidJob("batch_size 'auto' has no effect with manual_optimization: give a number")
     step = TrainStep(job, built, torch.device(launch.device), launch.file_name)
     fetch = Fetch(dataset, job.collate_fn, launch.file_name, num_parts=job.accumulate)
 

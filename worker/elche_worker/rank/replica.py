@@ -341,7 +341,7 @@ class Replica:
         for begun in range(self._begun_epoch + 1 if self._begun_epoch >= 0 else epoch, epoch + 1):
             self.epoch = self._begun_epoch = begun
             self._call_epoch_fn(begun, had)
-        self.layout.check(self.model)
+        self.layout.check()
         self.replica_group.share_learning_rates(self.rates)
 
     def _call_epoch_fn(self, epoch: int, had: dict[str, Any]) -> None:

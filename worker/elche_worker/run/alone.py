@@ -25,13 +25,15 @@ from elche_worker.device.discovery import own_device
 from elche_worker.device.kinds import kind_of
 from elche_worker.device.rng import seed_all
 from elche_worker.device.streams import DeviceStreams, new_streams, pin_accumulators
-from elche_worker.model.batch_size import is_auto, rank_batch_size
+from elche_worker.model.batch_size import is_auto, nominal_batch_size, rank_batch_size
 from elche_worker.model.evaluation import evaluate, evaluate_part, metrics_of, rehearse, rehearse_modes
+from elche_worker.model.layout import Layout
 from elche_worker.model.mean import MeanOfModel, decay_of
 from elche_worker.model.modes import evaluated_weights, what_is_still
 from elche_worker.model.own_state import OwnState, build_own_state
 from elche_worker.model.state import TrainedState
 from elche_worker.model.step import Built, TrainStep, build_model
+from elche_worker.outer import Average
 from elche_worker.rank.view import RateSetters
 from elche_worker.telemetry.meter import EpochSums
 from elche_worker.user.callbacks import Callbacks, EpochMetrics, be_this_rank
@@ -59,6 +61,7 @@ def train_alone(
             f"job.run() is one process, and group_size is {job.group_size}: use `elche run` or job.start(), or replace "
             "group_size by 1 and shard by None"
         )
+    _check_has_no_rounds(job)
     chosen = own_device(device)
     target = torch.device(chosen.device)
     kind_of(target).select(target)
@@ -71,6 +74,17 @@ def train_alone(
         finally:
             training.end()
         return training.result()
+
+
+def _check_has_no_rounds(job: JobDefinition) -> None:
+    """Raises `InvalidJob` for what changes the model in rounds, of which there are none here."""
+    is_outer = not isinstance(job.outer_optimizer, Average)
+    for name, is_given in ("outer_optimizer", is_outer), ("after_round", job.after_round is not None):
+        if is_given:
+            raise InvalidJob(
+                f"job.run() makes no rounds, so {name} would have no effect, and the model would be another: use "
+                f"`elche run` or job.start(), or leave {name} out"
+            )
 
 
 class _Training:
@@ -86,7 +100,7 @@ class _Training:
         batch_size = rank_batch_size(job, chosen, dataset_size)
         self._extent = Extent(
             dataset_size=dataset_size,
-            batch_size=batch_size,
+            batch_size=nominal_batch_size(job, dataset_size),
             epochs=job.epochs,
             drop_last=job.drop_last,
             max_steps=job.max_steps,
@@ -94,7 +108,7 @@ class _Training:
         self._shard_sizes = dataset.sizes if isinstance(dataset, Shards) else (dataset_size,)
         self._lease_ids = count(1)
         self._wake = threading.Event()
-        self._loader = _new_loader(job, dataset, batch_size, target, streams, self._wake)
+        self._loader = _new_loader(job, dataset, dataset_size, batch_size, target, streams, self._wake)
         self._accumulators = pin_accumulators(self._built.model)
         self._own_state = build_own_state(job, self._built.model, FILE)
         seed_all(job.seed)  # as rank 0 of a job does
@@ -104,7 +118,8 @@ class _Training:
         self._rates = LearningRates(self._built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
         if text := self._rates.epochs_notice(self._extent):
             notice(text)
-        self._mean = MeanOfModel(self._built.model, decay_of(job.ema, batch_size), buffers=job.buffers)
+        self._layout = Layout(self._built.model, self._built.all_optimizers, buffers=job.buffers)
+        self._mean = MeanOfModel(self._layout, decay_of(job.ema, self._extent.batch_size))
         self._callbacks = Callbacks()
         self._rank = _OnlyRank(self._built, self._rates, self._callbacks, chosen.device, self._own_state)
         be_this_rank(self._rank)
@@ -141,6 +156,7 @@ class _Training:
             started_s = time.perf_counter()
             sums = self._train(epoch)
             duration_s = time.perf_counter() - started_s
+            self._layout.check()
             _report_skipped(epoch, sums)
             _check_finite(self._job, self._built.model, epoch)
             with self._mean.in_model():
@@ -169,6 +185,7 @@ class _Training:
     def _train(self, epoch: int) -> EpochSums:
         self._rank.epoch, sums = epoch, EpochSums()
         self._callbacks.call(self._job.epoch_fn, self._rank, epoch, on_every_rank=True)
+        self._layout.check()
         self._loader.plan()
         for offset, size in _parts_of(epoch, self._extent, self._shard_sizes, self._job.seed):
             self._loader.add(LeasedPart(id=next(self._lease_ids), epoch=epoch, offset=offset, size=size))
@@ -197,6 +214,7 @@ class _Training:
 def _new_loader(
     job: JobDefinition,
     dataset: Any,
+    dataset_size: int,
     batch_size: int,
     target: torch.device,
     streams: DeviceStreams,
@@ -204,7 +222,7 @@ def _new_loader(
 ) -> LeaseLoader:
     loader = LeaseLoader(
         dataset,
-        order=build_order(job, dataset, FILE),
+        order=build_order(job, dataset, dataset_size, FILE),
         batch_size=batch_size,
         seed=job.seed,
         collate_fn=job.collate_fn,

@@ -37,8 +37,9 @@ class TrainingJob(JobDefinition):
         """Trains on one device, in this process and without a coordinator; returns the trained state.
 
         `on_epoch(epoch, metrics)` is called after each epoch with the result of `evaluate`. The state is that of the
-        last or the best epoch, as `restore` says. Writes no checkpoints. In a file that `elche run` gets, the call must
-        be under `if __name__ == "__main__":`.
+        last or the best epoch, as `restore` says. Makes no rounds and writes no checkpoints; raises `InvalidJob` for an
+        outer optimizer and for `after_round`. In a file that `elche run` gets, the call must be under
+        `if __name__ == "__main__":`.
         """
         check_not_loading(RUN_IN_JOB)
         from elche_worker.run.alone import train_alone

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import isfinite
 from typing import Any
 
@@ -14,6 +15,10 @@ from elche_coordinator.core.records.failure import Failure
 
 MAX_VERSIONS = 32
 """Number of newest versions whose metrics a checkpoint stores."""
+MAX_METRICS_BYTES = 1 << 20
+"""Most bytes of these metrics, with their names: a checkpoint's state is one message to the rank that writes it."""
+FIGURE_BYTES = 24
+"""Bytes of a figure as text."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -186,9 +191,7 @@ class Evaluations:
         self.metrics, self.metrics_epoch = evaluation.metrics, evaluation.num_epochs
         self._last_finite = note_finite(self.metrics, self._last_finite, evaluation.num_epochs)
         self._by_version[evaluation.version] = evaluation.metrics
-        for version in list(self._by_version)[:-MAX_VERSIONS]:
-            if version != self.best_version:
-                del self._by_version[version]
+        self._forget_old()
         if self._monitor is None:
             return None
         value = self.metrics.get(self._monitor)
@@ -200,6 +203,15 @@ class Evaluations:
             self._best, self.best_version, self.num_since_best = value, evaluation.version, 0
             self.best_epoch = evaluation.num_epochs
         return None
+
+    def _forget_old(self) -> None:
+        """Forgets the metrics of old versions, but not of the newest and the best."""
+        newest_first = list(reversed(self._by_version))
+        sizes = (sum(len(ascii(name)) + FIGURE_BYTES for name in self._by_version[version]) for version in newest_first)
+        for index, (version, total) in enumerate(zip(newest_first, accumulate(sizes), strict=True)):
+            is_old = index >= MAX_VERSIONS or total > MAX_METRICS_BYTES
+            if index and is_old and version != self.best_version:
+                del self._by_version[version]
 
     @property
     def spoilt(self) -> str:
