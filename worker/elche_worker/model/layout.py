@@ -121,6 +121,10 @@ class Layout:
                 self.entries += _optimizer_entries(model, optimizer, optimizer_state)
         self.hash = _hash(self.entries)
         self._names = dict(model.named_parameters()).keys()
+        self._known = {id(one): one for one in _parameters(model)}
+        """The parameters when training began, by id. They are kept, so that no later one gets the id of one that has
+        gone.
+        """
         self.flat_buffers: dict[Kind, torch.Tensor] = {}
         """By kind: the values to average, and then the result until the next round. Empty until `place`."""
         self._device: torch.device | None = None
@@ -169,6 +173,13 @@ class Layout:
                 "rank that is started again, or resumes from a checkpoint, has only those"
             )
         self._check_kept()
+
+    def _is_as_known(self) -> bool:
+        """True if no other parameters are trained than when training began. Takes a fifth of the time of `check`, which
+        looks at names, and all rounds ask.
+        """
+        are_known = all(id(one) in self._known for one in _parameters(self._model) if one.requires_grad)
+        return are_known and sizes_of(self._optimizers) == self._sizes
 
     def _check_kept(self) -> None:
         """Raises `InvalidJob` if a frozen parameter is trained now, or a trained one was replaced: the optimizer would
@@ -249,7 +260,10 @@ class Layout:
     @torch.no_grad()
     def gather_buffers(self, *, keep: bool) -> None:
         """The first part of `gather`: the tensors that a forward pass may change."""
-        self.check()
+        if self._is_as_known():
+            self._check_kept()
+        else:
+            self.check()
         self.is_kept = keep
         for kind in self._views:
             if keep and kind not in self._snapshot:
@@ -450,6 +464,17 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     for tensor in tensors:
         digest = (digest * 1_000_003 + _fast_digest(raw_bytes(tensor))) % 2**64
     return (digest ^ digest >> 63) % 2**63  # a change of a word's highest bit changes only this highest bit
+
+
+def _parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """All parameters, those of modules with several places once for each of them."""
+    waiting, seen = [model], set[int]()
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield from (one for one in module._parameters.values() if one is not None)
+            waiting.extend(one for one in module._modules.values() if one is not None)
 
 
 def _entries(model: nn.Module, buffers: str) -> list[LayoutEntry]:
