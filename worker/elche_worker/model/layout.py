@@ -175,7 +175,7 @@ class Layout:
         self._check_kept()
 
     def _is_as_known(self) -> bool:
-        """True if no other parameters are trained than when training began. Takes a fifth of the time of `check`, which
+        """True if no other parameters are trained than when training began. Takes half of the time of `check`, which
         looks at names, and all rounds ask.
         """
         are_known = all(id(one) in self._known for one in _parameters(self._model) if one.requires_grad)
