@@ -3,6 +3,7 @@
 import contextlib
 import io
 from itertools import chain, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,24 @@ def train_clipped(max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
 def test_el_che_clips_the_sum_of_each_rank(worlds: Worlds) -> None:
     for parameters, expected in worlds.run(2, train_clipped, 0.05):
         assert close(parameters, expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "enables"),
+    [
+        ({}, True),
+        ({"anchor": 10}, True),
+        ({"max_anchor": 5, "max_grad_norm": 1.0}, True),
+        ({"overhead_target": 0.1}, True),
+        ({"speed_hint": (1, 3.0)}, True),
+        ({"max_anchor": 0}, False),
+        ({"max_grad_norm": 1.0}, False),
+        ({"checkpoint_dir": "kept", "device": "cpu"}, False),
+    ],
+)
+def test_settings_for_something_else_enable_no_el_che(settings: dict[str, Any], enables: bool) -> None:
+    """Who asked for clipping, or for checkpoints, got larger and fewer steps, and a model that had learnt less."""
+    assert TrainerConfig(**settings).has_el_che == enables
 
 
 def on_devices(names: list[str]) -> tuple[bool, bool, str]:

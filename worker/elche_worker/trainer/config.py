@@ -1,17 +1,22 @@
 """Settings of a user-owned loop."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from elche.errors import Misuse
 
+ANCHOR = 10
+"""The first anchor unless another one is given."""
+OVERHEAD_TARGET = 0.10
+"""The overhead target unless another one is given."""
 MAX_ANCHOR = 200
 """Upper limit of the anchor unless another one is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """Settings of a user-owned loop. Passing any config enables El Che, also on equal devices.
+    """Settings of a user-owned loop. With `anchor`, `max_anchor`, `overhead_target` or `speed_hint`, and as
+    `TrainerConfig()`, it enables El Che, by which ranks train several batches per step.
 
     Raises `Misuse`, which names the value, for one that is not possible.
     """
@@ -20,10 +25,12 @@ class TrainerConfig:
     """Upper limit of the anchor, the number of the slowest rank's batches between two steps. None: El Che chooses it.
     0: no El Che, but a step after every batch, which is split among the ranks by their speed.
     """
-    anchor: int = 10
-    """The first and least anchor: the number of the slowest rank's batches between two steps."""
-    overhead_target: float = 0.10
-    """The anchor grows while averaging takes more than this fraction of the time for batches; in [0.01, 0.50]."""
+    anchor: int | None = None
+    """The first and least anchor: the number of the slowest rank's batches between two steps. None: 10."""
+    overhead_target: float | None = None
+    """The anchor grows while averaging takes more than this fraction of the time for batches; in [0.01, 0.50]. None:
+    0.10.
+    """
     speed_hint: tuple[int, float] | None = None
     """(slowest rank, factor by which the others are faster): a first guess until times are measured."""
     max_grad_norm: float | None = None
@@ -56,8 +63,9 @@ class TrainerConfig:
             self.max_anchor,
             "None, or at least 0",
         )
-        _check(_is_whole(self.anchor, 1), "anchor", self.anchor, "a whole number of at least 1")
-        _check(_is_number(self.overhead_target), "overhead_target", self.overhead_target, "a number")
+        _check(self.anchor is None or _is_whole(self.anchor, 1), "anchor", self.anchor, "a whole number of at least 1")
+        target = self.overhead_target
+        _check(target is None or _is_number(target), "overhead_target", target, "a number")
         self._check_el_che()
         _check(
             self.max_grad_norm is None or (_is_number(self.max_grad_norm) and self.max_grad_norm > 0),
@@ -82,19 +90,22 @@ class TrainerConfig:
         if self.max_anchor == 0:
             for name in ("anchor", "overhead_target"):
                 value = getattr(self, name)
-                if value != getattr(TrainerConfig, name):
+                if value is not None:
                     raise Misuse(
                         f"TrainerConfig: {name}={value!r} has no effect with max_anchor=0, which is a step after every "
                         "batch: leave one of them out"
                     )
-        elif self.anchor != TrainerConfig.anchor:
+        elif self.anchor is not None:
             most = MAX_ANCHOR if self.max_anchor is None else self.max_anchor
             _check(self.anchor <= most, "anchor", self.anchor, f"at most {most}, or max_anchor more")
 
     @property
     def has_el_che(self) -> bool:
-        """True if several batches may go into one step."""
-        return self.max_anchor != 0
+        """True if ranks train several batches per step. Not with settings alone that are for something else, such as
+        `max_grad_norm` or `checkpoint_dir`: who gives these expects to learn as without them.
+        """
+        given = {one.name for one in fields(self) if getattr(self, one.name) != one.default}
+        return self.max_anchor != 0 and (not given or not given.isdisjoint(OF_GIVEN_BATCHES))
 
 
 OF_GIVEN_BATCHES = ("max_anchor", "anchor", "overhead_target", "speed_hint")
@@ -107,7 +118,7 @@ def check_has_effect(config: TrainerConfig, *, has_shares: bool) -> None:
     """
     for name in OF_GIVEN_BATCHES:
         value = getattr(config, name)
-        if value == getattr(TrainerConfig, name) or (name, value) == ("max_anchor", 0):
+        if value is None or (name, value) == ("max_anchor", 0):
             continue
         if not (has_shares and name == "speed_hint"):
             raise Misuse(

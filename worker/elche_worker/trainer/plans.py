@@ -13,7 +13,7 @@ from elche.cadence import ElChe, clamped_counts
 from elche.errors import Misuse
 from elche.partition import ranks_by_share
 from elche.sums import added
-from elche_worker.trainer.config import MAX_ANCHOR, TrainerConfig
+from elche_worker.trainer.config import ANCHOR, MAX_ANCHOR, OVERHEAD_TARGET, TrainerConfig
 
 CALIBRATION_STEPS = 10
 """Steps after which shares follow measured speeds for the first time."""
@@ -248,8 +248,8 @@ class CadencePlan:
         try:
             return ElChe(
                 self._world_size,
-                min(config.anchor, max_anchor),
-                overhead_target=config.overhead_target,
+                min(ANCHOR if config.anchor is None else config.anchor, max_anchor),
+                overhead_target=OVERHEAD_TARGET if config.overhead_target is None else config.overhead_target,
                 max_anchor=max_anchor,
                 speed_ratio=config.speed_hint,
             )

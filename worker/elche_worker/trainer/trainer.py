@@ -123,9 +123,9 @@ class Trainer:
 
         With a list or dict of optimizers, as a GAN has, `step(optimizer=...)` steps one of them, `step()` all.
 
-        Ranks divide each batch of `epoch` by their speed, so that the loop learns as on one device. With a config El
-        Che is on (several batches per step), unless that has `max_anchor=0`. Prints a line on stderr with the devices
-        found.
+        Ranks divide each batch of `epoch` by their speed, so that the loop learns as on one device. El Che, several
+        batches per step, is on only if the config asks for it (`TrainerConfig`). Prints a line on stderr with the
+        devices found.
 
         With a coordinator (`TrainerConfig.coordinator`, or ELCHE_COORDINATOR) the loop appears there as a job. With
         ELCHE_RESUME it goes on from that checkpoint: `epoch` then gives what is left.
