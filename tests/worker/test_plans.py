@@ -133,7 +133,7 @@ def test_an_averaging_above_the_target_makes_steps_longer_and_one_below_does_not
 
 def test_no_step_is_longer_than_the_config_allows() -> None:
     assert learnt(TrainerConfig(anchor=10, max_anchor=12)).el_che.anchor == 12
-    assert learnt(TrainerConfig(anchor=10, max_anchor=4)).el_che.anchor == 4
+    assert learnt(TrainerConfig(max_anchor=4)).el_che.anchor == 4
 
 
 def test_counts_follow_the_speeds_of_the_ranks() -> None:
