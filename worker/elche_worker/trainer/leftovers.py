@@ -33,7 +33,8 @@ class Leftovers:
                 continue
             if key not in self._watched:
                 parameters = self._optimizers.parameters_of([key])
-                left = next((one for one in parameters if one.grad is not None), None)
+                # A frozen one takes no hook, and nothing is added to its gradient.
+                left = next((one for one in parameters if one.grad is not None and one.requires_grad), None)
                 if left is None:
                     continue
                 self._watched[key] = _Watched(left)
