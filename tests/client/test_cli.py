@@ -430,12 +430,12 @@ def test_a_terminal_that_is_closed_is_no_job_that_has_failed() -> None:
     assert raised.value.exit_code == 129
 
 
-@pytest.mark.parametrize("told", [[signal.SIGTERM, signal.SIGHUP], [signal.SIGHUP, signal.SIGTERM], [signal.SIGHUP] * 2])
-def test_a_session_that_is_ended_does_not_hurry(
-    told: list[signal.Signals], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It sends SIGTERM and SIGHUP, and a terminal that is closed may send SIGHUP twice: `elche run` left at once, without
-    a checkpoint.
+@pytest.mark.parametrize(
+    "told", [[signal.SIGTERM, signal.SIGHUP], [signal.SIGHUP, signal.SIGTERM], [signal.SIGHUP] * 2]
+)
+def test_a_session_that_is_ended_does_not_hurry(told: list[signal.Signals], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends SIGTERM and SIGHUP, and a terminal that is closed may send SIGHUP twice: `elche run` left at once,
+    without a checkpoint.
     """
     notifications, codes = NotificationQueue(), list[int]()
     monkeypatch.setattr(os, "_exit", codes.append)

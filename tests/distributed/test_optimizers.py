@@ -338,6 +338,23 @@ def test_an_optimizer_that_accumulates_may_be_frozen_in_the_step_of_another() ->
         assert trainer.num_steps == 3
 
 
+def test_a_hook_of_the_script_may_clear_gradients() -> None:
+    """Loops that step in hooks of backward do: backward raised, since a gradient was gone."""
+    model, _, trainer = begin(True, TrainerConfig(device="cpu"))
+    noise, clears = torch.ones(2, 3), iter([False, True, False])
+
+    def clear(parameter: Tensor) -> None:
+        if next(clears):
+            parameter.grad = None
+
+    next(model.critic.parameters()).register_post_accumulate_grad_hook(clear)  # type: ignore[no-untyped-call]
+    with trainer:
+        for _ in range(3):
+            model.loss_of_generator(noise).backward()
+            trainer.step(optimizer="g")
+        assert trainer.num_steps == 3
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

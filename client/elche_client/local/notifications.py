@@ -136,8 +136,8 @@ def start_watch(handle: "JobHandle", put: Callable[[Notification], None]) -> Non
 
 @contextmanager
 def forward_signals(notifications: NotificationQueue, kill: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP goes to the queue; a second SIGINT or SIGTERM kills the processes and exits at
-    once. SIGHUP never hurries: a terminal that is closed may send it twice, and who ends a session sends SIGTERM, too.
+    """The first SIGINT, SIGTERM or SIGHUP goes to the queue; a second SIGINT or SIGTERM kills the processes and exits
+    at once. SIGHUP never hurries: it may come twice as a terminal is closed, and with SIGTERM as a session is ended.
     With SIGHUP writing to the terminal fails before the queue is read: `Interrupted` is raised then, too.
     """
     received: list[int] = []
