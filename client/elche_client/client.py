@@ -407,7 +407,7 @@ class Client:
                     if part.error:
                         yield LogLine(rank=part.rank, error=part.error)
                     if part.HasField("begins"):
-                        lines.begin(from_message(part.begins, LogPosition))
+                        yield from lines.begin(from_message(part.begins, LogPosition))
                     if part.data:
                         yield from lines.add(part.rank, part.data)
                 yield from lines.rest()

@@ -148,7 +148,7 @@ def main(
     """Run the coordinator, which decides what each rank trains and when ranks average.
 
     On SIGTERM or Ctrl-C, or when its terminal is closed, jobs that train make a checkpoint, and then it stops; a second
-    signal stops it at once.
+    SIGTERM or Ctrl-C stops it at once.
 
     To listen beyond loopback it needs a token that its agents and clients share: set ELCHE_TOKEN, or ELCHE_TOKEN_FILE
     to a file that contains it. Or it asks them for certificates.

@@ -9,10 +9,10 @@ from elche.reports import StallReport
 AROUND = re.compile(r"^(\[rank\d+\]:)?[\s\u2500-\u257f]+|[\s\u2500-\u257f]+$")
 """What surrounds words: torch's prefix for ranks, and the frames that typer and rich draw."""
 PARTING = re.compile(
-    r"(\[rank\d+\]:)?\[[DIWEF]\d{4} |terminate called without an active exception|.*resource_tracker|warnings\.warn\("
+    r"(\[rank\d+\]:)?\[[DIWE]\d{4} |terminate called without an active exception|.*resource_tracker|warnings\.warn\("
 )
-"""What libraries print while a process ends, after its reason: PyTorch's log lines, as of process groups that nobody
-has destroyed, the end of threads, and of semaphores that are left."""
+"""What libraries print while a process ends, after its reason: PyTorch's log lines except fatal ones, as of process
+groups that nobody has destroyed, the end of threads, and warnings of semaphores that are left."""
 
 
 def duration(seconds: float) -> str:

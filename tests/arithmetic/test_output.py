@@ -119,6 +119,8 @@ def test_what_libraries_print_as_a_process_ends_is_not_its_reason() -> None:
         assert last_words([f"[rank0]: {reason}", words]) == reason
     assert last_words([f"[rank0]: {reason}", *parting]) == reason
     assert last_words(parting[:1]) == parting[0]
+    fatal = "[F1130 08:11:50.123456789 context.cpp:12] Check failed: it is broken"
+    assert last_words(["epoch 3", fatal, parting[0]]) == fatal
 
 
 class WritesTwice:

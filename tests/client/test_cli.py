@@ -17,7 +17,7 @@ import pytest
 
 from elche.v1 import job_pb2 as pb
 from elche_client.cli.main import cli, main
-from elche_client.local.notifications import Interrupted, forward_signals
+from elche_client.local.notifications import Interrupted, NotificationQueue, SignalReceived, forward_signals
 from elche_client.options import has_own_loop
 from support.scripted import (
     CANCELLED,
@@ -428,6 +428,23 @@ def test_a_terminal_that_is_closed_is_no_job_that_has_failed() -> None:
     with pytest.raises(Interrupted, match="SIGHUP") as raised:
         write()
     assert raised.value.exit_code == 129
+
+
+@pytest.mark.parametrize(
+    "told", [[signal.SIGTERM, signal.SIGHUP], [signal.SIGHUP, signal.SIGTERM], [signal.SIGHUP] * 2]
+)
+def test_a_session_that_is_ended_does_not_hurry(told: list[signal.Signals], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends SIGTERM and SIGHUP, and a terminal that is closed may send SIGHUP twice: `elche run` left at once,
+    without a checkpoint.
+    """
+    notifications, codes = NotificationQueue(), list[int]()
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with forward_signals(notifications):
+        for number in told:
+            os.kill(os.getpid(), number)
+    assert notifications.get_nowait() == SignalReceived(number=told[0])
+    assert notifications.empty(), "a second one would end the wait for the checkpoint"
+    assert not codes
 
 
 def test_a_terminal_gets_the_live_picture_and_its_cursor_back() -> None:

@@ -29,7 +29,7 @@ def test_lines_that_come_in_parts_of_several_ranks_stay_whole() -> None:
 
 def test_a_log_is_gone_on_with_at_the_line_that_was_not_whole() -> None:
     at, lines = b"2026-01-31T12:00:00Z ", RankLines()
-    lines.begin(LogPosition(rank=0, log="h:/log", offset=100))
+    assert list(lines.begin(LogPosition(rank=0, log="h:/log", offset=100))) == []
     assert not list(lines.add(0, at + b"cut"))
     long = at + b"x" * 200_000
     texts = [line.text for part in (b" line\n" + at + b"two\n", long, b"yy") for line in lines.add(0, part)]
@@ -40,6 +40,13 @@ def test_a_log_is_gone_on_with_at_the_line_that_was_not_whole() -> None:
     assert lines.positions()[0].offset == 113 + 200_002 + 1
     list(lines.add(1, b"of a host that does not say where"))
     assert not lines.can_go_on
+
+
+def test_the_last_words_of_a_killed_process_are_not_lost_when_its_rank_writes_another_log() -> None:
+    lines = RankLines()
+    for log, told in (("one:/log", []), ("one:/log", []), ("two:/log", ["cut"])):
+        assert [line.text for line in lines.begin(LogPosition(rank=0, log=log, offset=0))] == told
+        assert not list(lines.add(0, b"cut"))
 
 
 def test_a_progress_bar_is_the_line_that_it_was_last() -> None:

@@ -323,6 +323,38 @@ def test_gradients_that_another_loss_has_left_are_named_once(clears: str, capfd:
     assert not any(one._post_accumulate_grad_hooks for one in model.parameters()), "nothing is left at the model"
 
 
+def test_an_optimizer_that_accumulates_may_be_frozen_in_the_step_of_another() -> None:
+    """step() raised that a frozen parameter takes no hook."""
+    model, _, trainer = begin(True, TrainerConfig(device="cpu"))
+    noise, real = torch.ones(2, 3), torch.ones(2, 4)
+    with trainer:
+        for _ in range(2):
+            model.loss_of_critic(noise, real).backward()
+            model.critic.requires_grad_(False)
+            model.loss_of_generator(noise).backward()
+            trainer.step(optimizer="g")
+            model.critic.requires_grad_(True)
+        trainer.step(optimizer="d")
+        assert trainer.num_steps == 3
+
+
+def test_a_hook_of_the_script_may_clear_gradients() -> None:
+    """Loops that step in hooks of backward do: backward raised, since a gradient was gone."""
+    model, _, trainer = begin(True, TrainerConfig(device="cpu"))
+    noise, clears = torch.ones(2, 3), iter([False, True, False])
+
+    def clear(parameter: Tensor) -> None:
+        if next(clears):
+            parameter.grad = None
+
+    next(model.critic.parameters()).register_post_accumulate_grad_hook(clear)  # type: ignore[no-untyped-call]
+    with trainer:
+        for _ in range(3):
+            model.loss_of_generator(noise).backward()
+            trainer.step(optimizer="g")
+        assert trainer.num_steps == 3
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

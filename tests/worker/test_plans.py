@@ -160,6 +160,22 @@ def test_an_epoch_keeps_twenty_steps_however_much_faster_other_ranks_are(num_ran
     assert sum(sum(step.samples) for step in made) == 1570
 
 
+@pytest.mark.parametrize(("num_ranks", "ratio", "num_batches"), [(3, 10, 100), (7, 12, 157), (8, 4, 160)])
+def test_an_epoch_keeps_twenty_steps_where_one_of_many_ranks_is_fast(
+    num_ranks: int, ratio: int, num_batches: int
+) -> None:
+    """Each other rank's obligatory batch came on top: 17 steps of 100 batches."""
+    planner = CadencePlan(num_ranks, TrainerConfig())
+    planner.fit(num_batches)
+    (step,) = steps(planner, 1)
+    planner.measure(step, [(10, 10.0)], 50.0)
+    times = [10.0 * count for count in step.batches]
+    times[-1] /= ratio
+    planner.learn(step, [(one, 50.0) for one in times])
+    assert planner.el_che.batch_counts == [1] * (num_ranks - 1) + [ratio]
+    assert len(list(planner.steps(10 * num_batches, 10, 0))) >= 20
+
+
 def test_an_epoch_keeps_twenty_steps_where_nobody_has_said_how_long_they_may_be() -> None:
     planner = CadencePlan(2, TrainerConfig(anchor=10))
     planner.fit(120)

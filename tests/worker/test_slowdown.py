@@ -14,7 +14,17 @@ def test_what_is_compiled_or_prepared_is_not_slowed(monkeypatch: pytest.MonkeyPa
     slowdown = Slowdown(3.0)
     for took_s in (20.0, 0.1, 0.3, 30.0, 0.2):  # compiled, trained, trained, compiled again, trained
         slowdown.sleep(took_s)
-    assert slept == pytest.approx([0.2, 0.6, 2.0, 0.4])
+    assert slept == pytest.approx([0.2, 0.6, 6.0, 0.4])
+
+
+def test_a_short_batch_does_not_end_the_slowing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an epoch's last batch of one sample the next 20 took 1.8 times as long, in place of 3."""
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    slowdown = Slowdown(3.0)
+    for took_s in (0.1, 0.1, 0.004, 0.1):
+        slowdown.sleep(took_s)
+    assert slept == pytest.approx([0.2, 0.008, 0.2])
 
 
 def test_only_a_factor_above_one_slows() -> None:

@@ -136,18 +136,21 @@ def start_watch(handle: "JobHandle", put: Callable[[Notification], None]) -> Non
 
 @contextmanager
 def forward_signals(notifications: NotificationQueue, kill: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP goes to the queue; the second kills the processes and exits at once. With
-    SIGHUP writing to the terminal, which is closed, fails before the queue is read: `Interrupted` is raised then, too.
+    """The first SIGINT, SIGTERM or SIGHUP goes to the queue; a second SIGINT or SIGTERM kills the processes and exits
+    at once. SIGHUP never hurries: it may come twice as a terminal is closed, and with SIGTERM as a session is ended.
+    With SIGHUP writing to the terminal fails before the queue is read: `Interrupted` is raised then, too.
     """
     received: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        hurries = number != signal.SIGHUP and any(one != signal.SIGHUP for one in received)
         received.append(number)
-        if len(received) > 1:
+        if hurries:
             kill()
             _show_cursor()
             os._exit(128 + number)
-        notifications.put(SignalReceived(number=number))
+        if len(received) == 1:
+            notifications.put(SignalReceived(number=number))
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup

@@ -79,8 +79,13 @@ class RankLines:
         """Where the lines begin that have not come."""
         return list(self._positions.values())
 
-    def begin(self, position: LogPosition) -> None:
-        """Notes where a rank's next chunk begins. What there was of an incomplete line comes again."""
+    def begin(self, position: LogPosition) -> Iterator[LogLine]:
+        """Notes where a rank's next chunk begins. What there was of an incomplete line comes again; from another log it
+        does not, so that it is given now.
+        """
+        before, rest = self._positions.get(position.rank), self._open.get(position.rank, b"")
+        if before is not None and before.log != position.log and rest:
+            yield _line(position.rank, rest)
         self._positions[position.rank] = position
         self._open[position.rank], self._num_cut[position.rank] = b"", 0
 

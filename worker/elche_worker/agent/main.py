@@ -159,8 +159,8 @@ def main(
     """Offer this host's devices to a coordinator, and start ranks on them when it has jobs.
 
     On SIGTERM or Ctrl-C, or when its terminal is closed, its ranks leave their jobs, once their work is committed; a
-    second signal ends them at once. If no coordinator answers, the next worker with this work folder hands in what they
-    leave.
+    second SIGTERM or Ctrl-C ends them at once. If no coordinator answers, the next worker with this work folder hands
+    in what they leave.
 
     If the coordinator needs a token, set ELCHE_TOKEN, or ELCHE_TOKEN_FILE to a file that contains it.
 

@@ -51,7 +51,9 @@ def leave_on_sigterm(ask: Callable[[], None] = lambda: None) -> Callable[[], boo
             signal.signal(signal.SIGTERM, on_sigterm)
         return is_taken
 
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # it is under nohup, and is to stay so for programs, too
+        # Not SIG_IGN, which programs that a job starts would inherit.
+        signal.signal(signal.SIGHUP, lambda *_: None)
     signal.signal(ASK, on_ask)
     signal.signal(signal.SIGTERM, on_sigterm)  # last: without real-time signals, ASK is SIGTERM
     return take_back

@@ -239,7 +239,8 @@ def _modules_of(folder: Path) -> dict[str, Any]:
     """The imported modules that are in a folder, also packages without a file of their own."""
     found = {}
     for name, module in sys.modules.items():
-        place = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
+        own = getattr(module, "__dict__", {})  # not by `getattr`, at which some modules import others, or raise
+        place = own.get("__file__") or next(iter(own.get("__path__", ())), "")
         if isinstance(place, str) and place.startswith(f"{folder}{os.sep}"):
             found[name] = module
     return found

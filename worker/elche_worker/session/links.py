@@ -129,8 +129,8 @@ def _has_come(one: socket.socket) -> bool:
 def _tell_small(ranks: list[int], addresses: Mapping[int, str]) -> None:
     for rank in ranks:
         notice(
-            f"rank {rank} accepts connections at {addresses[rank]}, but large packets to it are lost: see whether "
-            "all network interfaces on the way have the same MTU"
+            f"rank {rank} accepts connections at {addresses[rank]}, but large packets to it are lost, or take over "
+            f"{PACKET_LIMIT_S:.0f} s: see whether all network interfaces on the way have the same MTU"
         )
 
 

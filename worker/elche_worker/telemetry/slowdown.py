@@ -4,12 +4,12 @@ import time
 from collections import deque
 
 MOST = 10
-"""So many times the shortest of the latest are slowed at most: what takes longer, as a compilation, is no training."""
+"""A batch or step counts as at most so many times the usual time: one that takes longer has compiled, or prepared."""
 NUM_LATEST = 20
 
 
 class Slowdown:
-    """Makes what takes a time take `factor` times as long, except the first one, which may compile and allocate."""
+    """Makes batches or steps take `factor` times as long, except the first one, which may compile and allocate."""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
@@ -23,5 +23,7 @@ class Slowdown:
     def sleep(self, took_s: float) -> None:
         """Called when a batch or step has ended that took `took_s` on this device."""
         if self._latest_s:
-            time.sleep(min(took_s, MOST * min(self._latest_s)) * (self._factor - 1))
+            # The median: an epoch's last batch may be of a single sample.
+            usual_s = sorted(self._latest_s)[(len(self._latest_s) - 1) // 2]
+            time.sleep(min(took_s, MOST * usual_s) * (self._factor - 1))
         self._latest_s.append(took_s)

@@ -33,7 +33,8 @@ class Leftovers:
                 continue
             if key not in self._watched:
                 parameters = self._optimizers.parameters_of([key])
-                left = next((one for one in parameters if one.grad is not None), None)
+                # A frozen one takes no hook, and nothing is added to its gradient.
+                left = next((one for one in parameters if one.grad is not None and one.requires_grad), None)
                 if left is None:
                     continue
                 self._watched[key] = _Watched(left)
@@ -61,7 +62,8 @@ class _Watched:
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
-        self._note_gradient(parameter)
+        assert parameter.grad is not None
+        self._note_gradient(parameter.grad)
         self._is_left = False
         """True if another optimizer has stepped since this gradient began."""
         self._is_sum = False
@@ -83,9 +85,8 @@ class _Watched:
     def close(self) -> None:
         self._handle.remove()
 
-    def _note_gradient(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self._gradient, self._version = ref(parameter.grad), parameter.grad._version
+    def _note_gradient(self, gradient: Tensor) -> None:
+        self._gradient, self._version = ref(gradient), gradient._version
 
     def _note_added(self, parameter: Tensor) -> None:
         # Adding in place makes one version more; a gradient that was set to zero before has two more.
@@ -94,4 +95,5 @@ class _Watched:
             self._is_sum |= self._is_left
         else:
             self._is_left = self._is_sum = False
-        self._note_gradient(parameter)
+        if gradient is not None:  # a hook of the script may have cleared it
+            self._note_gradient(gradient)

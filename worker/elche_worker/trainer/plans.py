@@ -241,7 +241,11 @@ class CadencePlan:
     @property
     def batch_counts(self) -> list[int]:
         """Batches of each rank per step."""
-        return clamped_counts(self.el_che.batch_counts, self._most_batches)
+        counts = clamped_counts(self.el_che.batch_counts, self._most_batches)
+        # At least 1 of each rank may be too many together: the fastest gives them up.
+        while sum(counts) > max(self._most_batches, self._world_size):
+            counts[counts.index(max(counts))] -= 1
+        return counts
 
     def _new_el_che(self, max_anchor: int) -> ElChe:
         config = self._config
