@@ -173,7 +173,7 @@ def test_a_job_that_writes_its_final_model_says_what_keeps_it() -> None:
 
 
 def test_a_job_that_starts_says_what_keeps_it() -> None:
-    """Orders did not reach its host, and neither `elche jobs` nor a watch without a terminal said more than starting."""
+    """Orders did not reach its host: neither `elche jobs` nor a watch without a terminal said more than starting."""
     said, view = StringIO(), JobView(job_id="j-1", name="digits", state=JobState.STARTING, reason="loads the file")
     display = LineProgress(Console(file=said))
     late = replace(view, reason="rank 1 waits for host gpu-2: its orders do not arrive")

@@ -139,7 +139,7 @@ def test_a_host_whose_orders_do_not_arrive_gets_no_more_ranks_until_they_do(tmp_
         def problem() -> str:
             return next(iter(driver.core.fleet.agents.values())).problem
 
-        agent_id, stream, queue = attend(driver, mine)
+        _, stream, queue = attend(driver, mine)
         stream.disconnect(queue)
         spec = JobSpec(name="job", source_hash="", file_name="job.py", num_ranks=1)
         driver.handle(JobSubmitted(job_id=JobId("job"), spec=spec, submitted_at=1.0))
@@ -152,9 +152,8 @@ def test_a_host_whose_orders_do_not_arrive_gets_no_more_ranks_until_they_do(tmp_
         assert view is not None
         assert view.reason == f"rank 0 waits for host a: {UNREACHED}"
         mine.num_received = 1
-        async for _order in servicer.Attend(said(), context):
-            pass
-        assert problem() == ""
+        async for _welcome in servicer.Attend(said(), context):
+            assert problem() == ""
         driver.stop()
 
     asyncio.run(asyncio.wait_for(story(), 30))

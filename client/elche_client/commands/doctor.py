@@ -330,7 +330,7 @@ def _calls(address: str) -> Iterator[Finding]:
         return
     except ElcheError as error:
         if isinstance(error, Unreachable) and len(took_s) == NUM_CALLS:
-            text = "short calls are answered, but one in several packets is not: large packets to the coordinator are lost"
+            text = "short calls are answered, but not a long one: large packets to the coordinator are lost"
             yield Finding("network", State.FAULT, text, "give all network interfaces on the way the same MTU")
             return
         yield Finding("access", State.FAULT, str(error), "docs/security.md says who may call it, with what")

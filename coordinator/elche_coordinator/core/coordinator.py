@@ -5,7 +5,14 @@ from typing import Any, assert_never
 
 from elche.errors import LEFT_ALONE
 from elche_coordinator.core.continuation import Continuation, continuation
-from elche_coordinator.core.describe import JobDetails, JobView, describe_loop, describe_training, details, why_not_started
+from elche_coordinator.core.describe import (
+    JobDetails,
+    JobView,
+    describe_loop,
+    describe_training,
+    details,
+    why_not_started,
+)
 from elche_coordinator.core.jobs.deaths import Death
 from elche_coordinator.core.jobs.managed_job import ManagedJob
 from elche_coordinator.core.jobs.notices import death_notice

@@ -162,7 +162,10 @@ def why_not_started(job: Job, fleet: Fleet) -> str:
     waiting = (
         f"rank {rank} waits for host {record.host}: {agent.problem}"
         for rank, record in job.ranks.items()
-        if record.phase is RankPhase.STARTING and not record.log_path and (agent := fleet.agents.get(record.agent_id)) and agent.problem
+        if record.phase is RankPhase.STARTING
+        and not record.log_path
+        and (agent := fleet.agents.get(record.agent_id))
+        and agent.problem
     )
     return next(waiting, "")
 
