@@ -78,6 +78,18 @@ def test_twenty_jobs_on_four_slots_are_placed_by_priority_and_all_of_them():
     assert cluster.started == ["first", *(f"j{index:02d}" for index in wanted)]
 
 
+def test_jobs_begin_in_the_order_of_their_submission_also_when_the_clock_was_put_back():
+    """It was hours ahead: whoever had submitted a job before waited for all that were submitted in these hours."""
+    cluster = Cluster(1)
+    cluster.submit("runs", 1)
+    for name, submitted_at in (("before", 9000.0), ("after", 1800.0), ("later", 1801.0)):
+        spec = JobSpec(name=name, source_hash="", file_name="", num_ranks=1)
+        cluster.handle(JobSubmitted(job_id=JobId(name), spec=spec, submitted_at=submitted_at))
+    for name in ("runs", "before", "after"):
+        cluster.end(name)
+    assert cluster.started == ["runs", "before", "after", "later"]
+
+
 def test_nobody_gives_what_is_too_little():
     cluster = Cluster(3)
     cluster.submit("equal", 1, priority=1)
