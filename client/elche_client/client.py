@@ -355,7 +355,8 @@ class Client:
         connection breaks, or the model's host goes away, it goes on where it was; when that fails for 60 s, or this
         process ends, the part that has come stays beside the file, and the next call goes on there.
         """
-        came_s = -math.inf
+        self.get(job_id)  # an address at which nobody answers fails at once; one that has answered is tried again
+        came_s, has_come = time.monotonic(), False
         while True:
             with Draft(Path(path), job_id) as draft:
                 try:
@@ -366,10 +367,11 @@ class Client:
                         for part in self._stub.FetchModel(request, metadata=self._metadata):
                             draft.add(part.data, part.offset, part.sha256)
                     return draft.finish()
-                except (Unreachable, HostAway):
-                    # As long as nothing has come this is -inf: an address at which nobody answers fails at once.
+                except (Unreachable, HostAway) as error:
+                    has_come |= draft.has_grown
                     came_s = time.monotonic() if draft.has_grown else came_s
-                    if time.monotonic() - came_s > RECONNECT_S:
+                    is_away = isinstance(error, HostAway) and not has_come  # no host had it when this began
+                    if is_away or time.monotonic() - came_s > RECONNECT_S:
                         raise
             time.sleep(RECONNECT_EVERY_S)
 

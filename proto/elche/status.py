@@ -43,10 +43,11 @@ HINTS = {
 """Remedies by parts of gRPC's details for a connection that failed; the first match counts."""
 UNRESOLVED = "address lookup failed"
 """Part of gRPC's details if the name cannot be resolved."""
+SILENT = "nothing comes back from there: its host is off, or packets are lost on the way (`elche doctor` shows it)"
 REASONS = {
     "Connection refused": "nothing listens there; start `elche-coordinator`, or name another address",
-    "Connection timed out": "nothing comes back from there: its host is off, or a firewall drops packets on the way "
-    "(`elche doctor` shows it)",
+    "Connection timed out": SILENT,
+    "ping timeout": SILENT,
     "No route to host": "this host has no way to it, or a firewall refuses (`elche doctor` shows it)",
     UNRESOLVED: "this host name cannot be resolved",
     "http1.x server": "an HTTP server listens there, such as the coordinator's page; name the port of --listen (7717)",
@@ -96,9 +97,10 @@ def from_rpc(error: grpc.RpcError, address: str) -> ElcheError:
     code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
     details = (error.details() if hasattr(error, "details") else "") or code.name
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        if details.startswith(BROKEN):
-            return Unreachable(f"the connection to the coordinator at {address} broke: is it still there? ({details})")
         known = explained(details)
+        if details.startswith(BROKEN):
+            why = known if known != details else f"is it still there? ({details})"
+            return Unreachable(f"the connection to the coordinator at {address} broke: {why}")
         why = known if known != details else f"is `elche-coordinator` running there? ({details})"
         return Unreachable(f"no coordinator answers at {address}: {why}")
     if code is grpc.StatusCode.UNIMPLEMENTED and details == UNKNOWN_METHOD:

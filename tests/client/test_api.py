@@ -12,7 +12,7 @@ import pytest
 
 from elche.errors import ElcheError, InvalidJob, JobFailed, NotAllowed, TooMuch, UnknownJob, Unreachable
 from elche.network import BadAddress, user_at_host
-from elche.status import explained
+from elche.status import explained, from_rpc
 from elche.v1 import job_pb2 as pb
 from elche_client import (
     Client,
@@ -145,6 +145,18 @@ def test_a_connection_that_is_not_answered_is_told_from_one_that_is_refused() ->
     assert explained(f"{to}getsockopt(SO_ERROR): Connection timed out").startswith("nothing comes back from there")
     assert explained(f"{to}getsockopt(SO_ERROR): No route to host").startswith("this host has no way to it")
     assert explained(f"{to}connect: Connection refused (111)").startswith("nothing listens there")
+
+
+@pytest.mark.parametrize(
+    "details", ["Stream removed (recvmsg:Connection timed out (110))", "Stream removed (ping timeout)"]
+)
+def test_a_connection_that_falls_silent_is_told_as_lost_packets(details: str) -> None:
+    """As where a NAT forgets it; it was asked whether the coordinator was there, which had gone on."""
+    lost = grpc.RpcError()
+    lost.code, lost.details = lambda: grpc.StatusCode.UNAVAILABLE, lambda: details  # type: ignore[attr-defined]
+    assert str(from_rpc(lost, "gpu1:7717")).startswith(
+        "the connection to the coordinator at gpu1:7717 broke: nothing comes back from there"
+    )
 
 
 def test_what_is_not_asked_is_left_to_the_file(job_file: Path) -> None:

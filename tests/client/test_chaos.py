@@ -1,9 +1,11 @@
 """What `elche chaos` makes of a job's events."""
 
+from unittest.mock import Mock
+
 import pytest
 
-from elche_client.commands.chaos import Course, lines_of
-from elche_client.events import JobView, MembershipReport, RankView, RoundReport
+from elche_client.commands.chaos import NOT_YET, Chaos, Course, _print, lines_of
+from elche_client.events import Fault, JobView, MembershipReport, RankView, RoundReport
 
 
 def test_rounds_are_counted_once_also_by_views_that_overtake_their_reports() -> None:
@@ -85,3 +87,10 @@ def test_the_report_for_people(changes: dict[str, object], expected: list[str]) 
         "discarded_samples": 0,
     }
     assert lines_of({**nothing, **changes}) == expected
+
+
+def test_the_report_of_a_job_that_goes_on_does_not_say_that_it_has_no_audit(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its folder was here: the audit is for a job that has ended."""
+    chaos = Chaos(Mock(), "j", mtbf_s=1.0, faults=[Fault.RANK], seed=0)
+    assert not _print(chaos, as_json=False)
+    assert capsys.readouterr().out.splitlines()[-1] == NOT_YET

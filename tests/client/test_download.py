@@ -13,7 +13,7 @@ from elche.status import CODES
 from elche.v1 import job_pb2 as pb
 from elche_client import Client, client
 from elche_client.transport.draft import Draft
-from support.scripted import ScriptedJobs, connected
+from support.scripted import VIEW, ScriptedJobs, connected
 
 FIRST, SECOND = os.urandom(10_000), os.urandom(12_000)
 CHUNK_BYTES = 1000
@@ -32,7 +32,7 @@ class Models(ScriptedJobs):
     requests: list[pb.FetchModelRequest] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__(VIEW)
 
     def FetchModel(self, request, context):  # noqa: N802
         self._enter(context, request.job_id)
@@ -64,6 +64,22 @@ def test_a_download_goes_on_where_the_stream_broke(tmp_path: Path, error: type[E
     assert found.read_bytes() == FIRST
     assert [request.offset for request in models.requests] == [0, 9000, 9500, 9500]
     assert list(tmp_path.iterdir()) == [found]
+
+
+def test_a_download_that_breaks_before_its_first_part_is_tried_again(tmp_path: Path) -> None:
+    """It failed at once; that its host is not there from the beginning still ends it, and that nobody answers."""
+    models = Models(breaks_after=[0, 0])
+    with connected(models) as one:
+        found = one.download("j-1", tmp_path / "model.safetensors")
+        assert found.read_bytes() == FIRST
+        assert len(models.requests) == 3
+        models.breaks_after, models.breaks_with = [0], CODES[HostAway]
+        with pytest.raises(HostAway):
+            one.download("j-1", tmp_path / "model.safetensors")
+        models.refusal = (grpc.StatusCode.UNAVAILABLE, "nobody is there")
+        with pytest.raises(Unreachable):
+            one.download("j-1", tmp_path / "model.safetensors")
+    assert len(models.requests) == 4
 
 
 def broken_off(models: Models, one: Client, folder: Path) -> Path:
@@ -124,9 +140,9 @@ def test_an_older_coordinator_sends_all_of_it_again(tmp_path: Path) -> None:
         found = one.download("j-1", tmp_path / "model.safetensors")
         assert found.read_bytes() == FIRST
         models.breaks_after = [9000]
-        with pytest.raises(Unreachable):
-            one.download("j-1", tmp_path / "another")
-    assert list(tmp_path.iterdir()) == [found]
+        again = one.download("j-1", tmp_path / "another")
+    assert again.read_bytes() == FIRST
+    assert set(tmp_path.iterdir()) == {found, again}
 
 
 def test_two_downloads_to_one_file_do_not_write_into_each_others_parts(tmp_path: Path) -> None:

@@ -172,6 +172,21 @@ def test_a_job_that_writes_its_final_model_says_what_keeps_it() -> None:
     assert not says_why(VIEW)
 
 
+def test_a_job_that_starts_says_what_keeps_it() -> None:
+    """Orders did not reach its host: neither `elche jobs` nor a watch without a terminal said more than starting."""
+    said, view = StringIO(), JobView(job_id="j-1", name="digits", state=JobState.STARTING, reason="loads the file")
+    display = LineProgress(Console(file=said))
+    late = replace(view, reason="rank 1 waits for host gpu-2: its orders do not arrive")
+    for one in (view, view, late, late, view):
+        display.show(one)
+    assert said.getvalue().splitlines() == [
+        "digits: starting",
+        f"digits: starting, {late.reason}",
+        "digits: starting, loads the file",
+    ]
+    assert says_why(late)
+
+
 def test_names_from_elsewhere_cannot_command_the_terminal() -> None:
     view = replace(VIEW, name="\x1b[2J[bold]x", ranks=(replace(RANKS[1], device="\x1b]0;t\x07[red]cpu"),))
     text = drawn(job_panel(view, width=80), width=80)

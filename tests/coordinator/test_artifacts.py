@@ -7,16 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from elche.artifacts import CHUNK_BYTES, MANIFEST, StoreFolder, problem_of, reason_of
+from elche.artifacts import CHUNK_BYTES, MANIFEST, StoreFolder, _Folder, problem_of, reason_of
 from elche.errors import InvalidJob
 from elche.v1 import agent_pb2, job_pb2
 from elche_coordinator.archive.artifacts import MAX_AT_ONCE, Artifacts, _check
 from elche_coordinator.config import CannotStart
 from elche_coordinator.services.submission import check_spec
 from elche_worker.agent.artifacts import ArtifactWriter
+from elche_worker.process.rank_files import RankFiles
 
 LARGE = bytes(range(256)) * (CHUNK_BYTES // 128) + b"the end"
 
@@ -101,6 +103,36 @@ def test_a_confined_job_has_its_agent_write_to_no_folder_that_it_names(tmp_path:
     writer = ArtifactWriter(folders, SimpleNamespace(files=None), is_confined=True)  # type: ignore[arg-type]
     *_, answer = writer.answers(agent_pb2.StoreArtifacts(job_id="job", root=place, folder="job/host", is_of_job=True))
     assert answer.error == f"jobs are confined here (--confine) and may name a URL to store in, not {place}"
+
+
+def test_a_store_of_which_every_second_open_fails_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attempt began with all files anew, so of many files hardly any attempt wrote all."""
+    monkeypatch.setattr("elche_worker.agent.artifacts.AGAIN_S", 0.0)
+    (folder := tmp_path / "job").mkdir()
+    (store := tmp_path / "store").mkdir()
+    for rank in range(4):
+        (folder / f"rank-{rank}.log").write_bytes(LARGE)
+    num_opens, writing = 0, _Folder.writing
+
+    def failing(self: _Folder, name: str) -> Any:
+        nonlocal num_opens
+        num_opens += 1
+        if num_opens % 2:
+            raise OSError("the store is busy")
+        return writing(self, name)
+
+    monkeypatch.setattr(_Folder, "writing", failing)
+    folders: Any = SimpleNamespace(find=lambda job_id: folder)
+    processes: Any = SimpleNamespace(files=RankFiles(), has=lambda *_: False)
+    writer = ArtifactWriter(folders, processes, is_confined=False)
+    order = agent_pb2.StoreArtifacts(job_id="job", root=str(store), folder="host", ranks=range(4))
+    *_, answer = writer.answers(order)
+    assert not answer.error
+    assert set(json.loads(answer.data)["files"]) == {f"rank-{rank}.log" for rank in range(4)}
+    assert num_opens == 2 * 5, "each of four logs, and the manifest"
+    monkeypatch.setattr(_Folder, "writing", Mock(side_effect=OSError("no room")))
+    *_, answer = writer.answers(order)
+    assert answer.error == f"{store} cannot be written: no room"
 
 
 @pytest.mark.parametrize("root", ["/srv/elche", "file:///srv", "s3://lab/models", "abfs://models@lab.example/elche"])

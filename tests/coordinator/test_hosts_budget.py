@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,7 +16,7 @@ from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
 from elche_coordinator.services import agent_service
-from elche_coordinator.services.agent_service import AgentServicer
+from elche_coordinator.services.agent_service import MANY_IN_VAIN, UNREACHED, AgentServicer
 from elche_coordinator.services.sessions import attend
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.streams import agents
@@ -117,6 +118,42 @@ def test_what_an_agent_says_of_anothers_processes_is_not_kept(tmp_path: Path, mo
         for agent_id, stream, queue in (other, owner):
             await servicer._read(agent_id, said(), stream, queue)
         assert texts == ["", "", "long", "long"]
+        driver.stop()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+def test_a_host_whose_orders_do_not_arrive_gets_no_more_ranks_until_they_do(tmp_path: Path) -> None:
+    """Large packets to it are lost, so its connections break; its job stayed in `starting`, and nothing said why."""
+
+    async def story() -> None:
+        driver = Driver(Coordinator(), SqlStore.in_file(tmp_path / "elche.sqlite"))
+        servicer, context = AgentServicer(driver, Transfers()), Mock()
+        mine = agent_pb2.AgentHello(host="a", slots=[agent_pb2.Slot()], identity="a", store=driver.identity.id)
+
+        async def said(*more: agent_pb2.AttendRequest) -> AsyncIterator[agent_pb2.AttendRequest]:
+            yield agent_pb2.AttendRequest(hello=mine)
+            for one in more:
+                yield one
+
+        def problem() -> str:
+            return next(iter(driver.core.fleet.agents.values())).problem
+
+        _, stream, queue = attend(driver, mine)
+        stream.disconnect(queue)
+        spec = JobSpec(name="job", source_hash="", file_name="job.py", num_ranks=1)
+        driver.handle(JobSubmitted(job_id=JobId("job"), spec=spec, submitted_at=1.0))
+        for _ in range(MANY_IN_VAIN):
+            assert problem() == ""
+            async for _order in servicer.Attend(said(), context):
+                pass
+        assert problem() == UNREACHED
+        view = driver.core.view(JobId("job"), driver.now_s)
+        assert view is not None
+        assert view.reason == f"rank 0 waits for host a: {UNREACHED}"
+        mine.num_received = 1
+        async for _welcome in servicer.Attend(said(), context):
+            assert problem() == ""
         driver.stop()
 
     asyncio.run(asyncio.wait_for(story(), 30))

@@ -1,5 +1,7 @@
 """Who gets slots first: by priority, and in the order of submission; and who makes room for whom."""
 
+from dataclasses import replace
+
 import pytest
 from core.test_lost_ranks import succeeds
 
@@ -74,6 +76,18 @@ def test_twenty_jobs_on_four_slots_are_placed_by_priority_and_all_of_them():
         cluster.end(running.id)
     wanted = sorted(range(20), key=lambda index: (-(index % 3), index))
     assert cluster.started == ["first", *(f"j{index:02d}" for index in wanted)]
+
+
+def test_jobs_begin_in_the_order_of_their_submission_also_when_the_clock_was_put_back():
+    """It was hours ahead: whoever had submitted a job before waited for all that were submitted in these hours."""
+    cluster = Cluster(1)
+    cluster.submit("runs", 1)
+    for name, submitted_at in (("before", 9000.0), ("after", 1800.0), ("later", 1801.0)):
+        spec = JobSpec(name=name, source_hash="", file_name="", num_ranks=1)
+        cluster.handle(JobSubmitted(job_id=JobId(name), spec=spec, submitted_at=submitted_at))
+    for name in ("runs", "before", "after"):
+        cluster.end(name)
+    assert cluster.started == ["runs", "before", "after", "later"]
 
 
 def test_nobody_gives_what_is_too_little():
@@ -158,6 +172,35 @@ def test_a_job_goes_back_to_the_queue_with_a_checkpoint_for_one_of_higher_priori
     assert [command.rank for command in simulation.sent(StartRank) if command.job_id == JOB] == [0, 1, 0, 1]
     backs = [one for one in simulation.reports if isinstance(one, MembershipReport)]
     assert any("goes back to checkpoint" in one.text for one in backs)
+
+
+@pytest.mark.parametrize(
+    ("priority", "num_ranks", "is_asked"), [(1, 1, True), (1, 2, True), (0, 1, False), (1, 3, False)]
+)
+def test_a_job_gives_its_slot_on_the_only_host_with_the_checkpoint_of_one_of_higher_priority(
+    simulate, priority, num_ranks, is_asked
+):
+    """That one had lost its slot there with its rank, and waited until the other had ended, however urgent it was."""
+    simulation = simulate(ranks(25.0), dataset_size=20_000, build_ms=10.0)
+    slots = (Slot(device="cpu"),)
+    simulation.handle(AgentJoined(agent_id=AgentId("host"), host="host", slots=slots, folder="its folder"))
+    spec = JobSpec(name="job", source_hash="", file_name="", num_ranks=1)
+    simulation.handle(JobSubmitted(job_id=JOB, spec=spec, submitted_at=0.0))
+    in_mid_training(simulation)
+    simulation.handle(AgentJoined(agent_id=AgentId("another"), host="another", slots=slots, folder="another"))
+    spec = replace(spec, name="other", num_ranks=num_ranks, priority=priority, resume_work_folder="its folder")
+    simulation.handle(JobSubmitted(job_id=OTHER, spec=spec, submitted_at=1.0))
+    other = simulation.core.jobs[OTHER]
+    assert ("leave their slots to job other" in simulation.job.reason) is is_asked
+    if is_asked:
+        simulation.run_until(lambda: other.phase is JobPhase.STARTING)
+        assert other.ranks[Rank(0)].host == "host"
+        assert len(other.ranks) == num_ranks
+        end_other(simulation)
+    simulation.run_until(lambda: simulation.job.result is not None)
+    simulation.assert_exactly_once()
+    if not is_asked:
+        end_other(simulation)
 
 
 @pytest.mark.parametrize(("priority", "num_ranks"), [(0, 2), (-1, 2), (1, 3)])

@@ -88,3 +88,18 @@ def test_a_job_whose_checkpoint_is_on_such_a_host_says_what_it_waits_for() -> No
     cluster.core.fleet.set_problem(AgentId("another"), FULL)
     spec = JobSpec(name="job", source_hash="", file_name="", num_ranks=1, resume_work_folder="its folder")
     assert cluster.core.fleet.why_no_checkpoint(spec) == f"can start no rank ({FULL})"
+
+
+def test_a_job_that_starts_on_a_host_which_can_start_none_says_so_until_its_ranks_are_started() -> None:
+    """Where its orders do not arrive, the job stayed in `starting`, with no word about it."""
+    cluster = Cluster(1)
+    cluster.submit("job", 1)
+    before = cluster.reason("job")
+    tell(cluster, "its orders do not arrive")
+    assert cluster.reason("job") == "rank 0 waits for host host: its orders do not arrive"
+    tell(cluster, "")
+    assert cluster.reason("job") == before
+    tell(cluster, FULL)
+    address = cluster.core.jobs[JobId("job")].ranks[Rank(0)].address(JobId("job"))
+    cluster.handle(RankStarted(**address, agent_id=AgentId("host"), log_path="/runs/job/rank-0.log"))
+    assert cluster.reason("job") == before, "it was started before, and loads the file"

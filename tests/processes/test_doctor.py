@@ -18,6 +18,7 @@ from elche_client.cli.main import cli
 from elche_client.commands.certificates import Authority
 from elche_client.commands.doctor import Finding, State, _averaging, of_coordinator
 from elche_client.commands.tokens import Tokens
+from support.cutter import cutting
 from support.real_processes import Cluster, Command, Mark, coordinator
 
 HERE = {"PYTHONPATH": str(Path(__file__).parents[1])}
@@ -131,6 +132,20 @@ def test_a_firewall_that_drops_everything(doctor: Doctor) -> None:
         found = doctor(address)
     assert "does not answer within 3 s" in found["port"].text
     assert "firewall" in found["port"].advice
+
+
+def test_large_packets_to_the_coordinator_are_lost(
+    cluster: Cluster, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that it called was short, so it found nothing wrong, and each upload stood still."""
+    monkeypatch.setattr("elche_client.commands.doctor.CALL_LIMIT_S", 3.0)
+    with cutting(cluster.address) as way:
+        assert "network" not in doctor(way.address)
+        way.swallows_from_bytes = 1400
+        found = doctor(way.address)
+    assert found["network"].state is State.FAULT
+    assert "large packets to the coordinator are lost" in found["network"].text
+    assert "access" not in found
 
 
 def test_a_coordinator_that_lets_nobody_in_or_has_the_wrong_time(mark: Mark, tmp_path: Path, doctor: Doctor) -> None:

@@ -18,6 +18,8 @@ class Cutter:
         self.num_cuts = self.num_uploaded = 0
         self.swallows = False
         """True while what comes is taken and not passed on, as for a stopped process, or a host behind a proxy."""
+        self.swallows_from_bytes: int | None = None
+        """Swallows what is as long as this, and all that follows, as where large packets are lost."""
         self._open: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -45,6 +47,8 @@ class Cutter:
             while data := source.recv(1 << 16):
                 num_bytes += len(data)
                 self.num_uploaded += len(data) * is_upload
+                if self.swallows_from_bytes is not None and len(data) >= self.swallows_from_bytes:
+                    self.swallows = True
                 if not self.swallows:
                     target.sendall(data)
                 if is_upload and self._cut_after and num_bytes > self._cut_after[0]:

@@ -37,6 +37,7 @@ RECONNECT_S = 600.0
 STOPPED_S = (1.0, 15.0)
 """Shortest and longest time for which a rank is stopped, or the disk is full."""
 NO_AUDIT = "audit: none here; of a job with --audit true, `elche audit` proves it by the folders of its hosts"
+NOT_YET = "audit: once the job has ended, `elche audit` proves it by the folders of its hosts"
 WORDS = {
     Fault.RANK: "killed",
     Fault.STOP: "stopped",
@@ -246,7 +247,6 @@ def _print(chaos: Chaos, *, as_json: bool) -> bool:
         click.echo(to_json({**report, "audit": audit}, indent=1))
     else:
         click.echo("\n".join(map(printable, lines_of(report))))
-        click.echo(
-            "\n".join(f"audit: {printable(line)}" for line in elche_audit.lines(verdict)) if verdict else NO_AUDIT
-        )
+        why = NO_AUDIT if chaos.course.result else NOT_YET
+        click.echo("\n".join(f"audit: {printable(line)}" for line in elche_audit.lines(verdict)) if verdict else why)
     return verdict is not None and elche_audit.exit_code(verdict) == 1

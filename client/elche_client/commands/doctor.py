@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from elche.errors import ElcheError, Forbidden
+from elche.errors import ElcheError, Forbidden, Unreachable
 from elche.network import BadAddress, join_address, split_address, split_addresses
 from elche.status import calling
 from elche.tls import AUTHORITY, CERTIFICATE, KEY, Folder, client_context
@@ -39,6 +39,10 @@ TLS_LIMIT_S = 15.0
 """Limit in seconds of a TLS handshake; a busy coordinator may take long."""
 NUM_CALLS = 5
 """Calls that are timed; the first one also opens the connection."""
+LARGE = ("elche-padding", "0123456789abcdef" * 150)
+"""Metadata that does not fit into one packet, and into the 4 KiB of them that the coordinator takes."""
+CALL_LIMIT_S = 10.0
+"""Limit in seconds of a call."""
 MAX_SKEW_S = 5.0
 """Difference of clocks in seconds above which times in logs, tokens and certificates mislead."""
 MIN_DISK_BYTES = 2 << 30
@@ -303,26 +307,32 @@ def _validity(name: str, since: datetime, until: datetime) -> Finding:
 
 
 def _calls(address: str) -> Iterator[Finding]:
-    """Checks credentials, the time of a call, the difference of clocks, and the connected hosts."""
+    """Checks credentials, the time of a call, large packets, the difference of clocks, and the connected hosts."""
+    took_s = list[float]()
     try:
         connection = connect(address, None, None)
         stub = JobServiceStub(connection.channel)
-        took_s, skews_s = [], []
+        skews_s = []
         with connection.channel, calling(address):
             for _ in range(NUM_CALLS):
                 began_s, wall_s = time.monotonic(), time.time()
-                answer = stub.ListHosts(pb.ListHostsRequest(), timeout=10, metadata=connection.metadata)
+                answer = stub.ListHosts(pb.ListHostsRequest(), timeout=CALL_LIMIT_S, metadata=connection.metadata)
                 took_s.append(time.monotonic() - began_s)
                 skews_s.append(answer.now - wall_s - took_s[-1] / 2)
+            stub.ListHosts(pb.ListHostsRequest(), timeout=CALL_LIMIT_S, metadata=(*connection.metadata, LARGE))
             hosts, page = list(answer.hosts), answer
             while page.next_page_token:
                 more = pb.ListHostsRequest(page_token=page.next_page_token)
-                page = stub.ListHosts(more, timeout=10, metadata=connection.metadata)
+                page = stub.ListHosts(more, timeout=CALL_LIMIT_S, metadata=connection.metadata)
                 hosts += page.hosts
     except Forbidden as error:
         yield Finding("access", State.OK, f"it knows this token or certificate, whose role allows less: {error}")
         return
     except ElcheError as error:
+        if isinstance(error, Unreachable) and len(took_s) == NUM_CALLS:
+            text = "short calls are answered, but not a long one: large packets to the coordinator are lost"
+            yield Finding("network", State.FAULT, text, "give all network interfaces on the way the same MTU")
+            return
         yield Finding("access", State.FAULT, str(error), "docs/security.md says who may call it, with what")
         return
     yield Finding("access", State.OK, f"a call takes {median(took_s) * 1e3:.1f} ms")

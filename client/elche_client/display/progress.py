@@ -152,10 +152,13 @@ class LineProgress(ProgressDisplay):
         self._console.print(printed_text(printed), markup=False, soft_wrap=True)
 
     def _describe_change(self, view: JobView) -> str:
-        reason = printable(view.reason) if view.state is JobState.QUEUED else ""
-        if self._states.get(view.job_id) == (view.state, reason):
+        reason = printable(view.reason) if view.state in (JobState.QUEUED, JobState.STARTING) else ""
+        before = self._states.get(view.job_id)
+        if before == (view.state, reason):
             return ""
         self._states[view.job_id] = (view.state, reason)
+        if view.state is JobState.STARTING and not (before and before[0] is JobState.STARTING):
+            reason = ""  # a start is expected to go on; what is said later is news, such as that orders do not arrive
         return f"{printable(view.name)}: {view.state}" + (f", {reason}" if reason else "")
 
 

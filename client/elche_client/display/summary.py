@@ -178,10 +178,13 @@ def jobs_table(views: Sequence[JobView], now: datetime | None = None) -> Table:
     return table
 
 
+SAY_WHY = (JobState.QUEUED, JobState.STARTING, JobState.WAITING, JobState.FINISHING)
+
+
 def says_why(view: JobView) -> bool:
-    """True for a job whose reason is news: one that waits, is stalled, or writes its final model."""
+    """True for a job whose reason is news: one that waits, starts, is stalled, or writes its final model."""
     is_stalled = any(rank.stalled_s for rank in view.ranks) and not view.state.has_ended
-    return bool(view.reason) and (is_stalled or view.state in (JobState.QUEUED, JobState.WAITING, JobState.FINISHING))
+    return bool(view.reason) and (is_stalled or view.state in SAY_WHY)
 
 
 def host_problems(hosts: Sequence[HostView]) -> list[str]:

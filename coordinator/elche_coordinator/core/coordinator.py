@@ -5,7 +5,14 @@ from typing import Any, assert_never
 
 from elche.errors import LEFT_ALONE
 from elche_coordinator.core.continuation import Continuation, continuation
-from elche_coordinator.core.describe import JobDetails, JobView, describe_loop, describe_training, details
+from elche_coordinator.core.describe import (
+    JobDetails,
+    JobView,
+    describe_loop,
+    describe_training,
+    details,
+    why_not_started,
+)
 from elche_coordinator.core.jobs.deaths import Death
 from elche_coordinator.core.jobs.managed_job import ManagedJob
 from elche_coordinator.core.jobs.notices import death_notice
@@ -198,9 +205,11 @@ class Coordinator:
         else:
             view = describe_loop(self.loops[job_id], now_s)
         placed = self.placed.get(job_id)
-        if placed is None or job.phase is not JobPhase.QUEUED:
-            return view
-        return replace(view, reason=self._placing.reason(placed))
+        if placed is not None and job.phase is JobPhase.QUEUED:
+            return replace(view, reason=self._placing.reason(placed))
+        if job.phase is JobPhase.STARTING and (why := why_not_started(job, self.fleet)):
+            return replace(view, reason=why)
+        return view
 
     def recent_view(self, job_id: JobId, now_s: float) -> JobView | None:
         """As `view`, but the view of a queued or ended job is kept until an event names or changes the job, so that a

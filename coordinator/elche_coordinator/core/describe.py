@@ -17,6 +17,7 @@ from elche_coordinator.core.messages.events import Gauges
 from elche_coordinator.core.messages.ids import Epoch, Rank
 from elche_coordinator.core.messages.reports import Checkpoint, JobResult
 from elche_coordinator.core.messages.spec import JobSpec, plain
+from elche_coordinator.core.records.fleet import Fleet
 from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.records.ranks import RankRecord, present, staying
@@ -154,6 +155,19 @@ def describe_training(job: ManagedJob, now_s: float) -> JobView:
     if job.result is None:
         return _with_stalls(view)
     return view if run.training is None else replace(view, epoch=run.training.ledger.epoch)
+
+
+def why_not_started(job: Job, fleet: Fleet) -> str:
+    """Which rank waits for a host that can start none, and why that cannot; empty: none waits for one."""
+    waiting = (
+        f"rank {rank} waits for host {record.host}: {agent.problem}"
+        for rank, record in job.ranks.items()
+        if record.phase is RankPhase.STARTING
+        and not record.log_path
+        and (agent := fleet.agents.get(record.agent_id))
+        and agent.problem
+    )
+    return next(waiting, "")
 
 
 def _describe(job: Job, state: str, reason: str, ranks: tuple[RankView, ...], now_s: float) -> JobView:

@@ -32,7 +32,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Request = TypeVar("Request")
 
 MANY_IN_VAIN = 3
-"""Connections of an agent that end before an order has arrived, after which that is logged."""
+"""Connections of an agent that end before an order has arrived, after which it gets no more ranks."""
+UNREACHED = (
+    "it connects, but its orders do not arrive: large packets to it may be lost; see whether all network interfaces on "
+    "the way have the same MTU"
+)
+"""The problem of such a host."""
 
 
 class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
@@ -49,6 +54,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         if first is None or not first.HasField("hello"):
             raise InvalidJob("the first message of an agent must be its hello")
         agent_id, stream, queue = attend(self._driver, first.hello, CALLER.get().name)
+        self._note_arrival(agent_id, stream)
         reading = asyncio.ensure_future(self._read(agent_id, request_iterator, stream, queue))
         try:
             async for order in queue:
@@ -60,23 +66,11 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             reading.cancel()
             if stream.disconnect(queue):
                 log.info("agent=%s has disconnected", agent_id)
-                if stream.num_in_vain >= MANY_IN_VAIN:
-                    self._log_in_vain(agent_id, stream.num_in_vain)
+                self._note_arrival(agent_id, stream)
                 if context.code() == grpc.StatusCode.UNAUTHENTICATED:  # its token has ended, so its ranks may not stay
                     self._driver.presence.lose_agent(agent_id)
                 else:
                     self._driver.presence.on_agent_away(agent_id)
-
-    def _log_in_vain(self, agent_id: AgentId, num: int) -> None:
-        """Logs that orders do not arrive, though the agent connects: its jobs stay in `starting`."""
-        host = self._driver.core.fleet.agents.get(agent_id)
-        log.warning(
-            "agent=%s host=%s connects, but %d connections in a row broke before its next order arrived: large packets "
-            "may be lost on the way; see whether all network interfaces there have the same MTU",
-            agent_id,
-            host.host if host is not None else "",
-            num,
-        )
 
     async def _read(
         self,
@@ -89,6 +83,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             async for request in requests:
                 self._driver.health.messages["agent", "in"] += 1
                 stream.on_received(request.num_received)
+                self._note_arrival(agent_id, stream)
                 if queue.is_closed or not stream.is_news(request.seq):
                     continue  # another connection has taken its place, or it has come before
                 match request.WhichOneof("message"):
@@ -109,8 +104,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                     case "host_leaves":
                         event = DrainRequested(agent_id=agent_id, is_drained=True)
                     case "host_fitness":
-                        self._log_fitness(agent_id, request.host_fitness.problem)
-                        event = HostFitnessChanged(agent_id=agent_id, problem=request.host_fitness.problem)
+                        event = self._fitness(agent_id, request.host_fitness.problem)
                     case "hello":
                         raise InvalidJob("an agent says its hello once, and first")
                     case None:
@@ -125,15 +119,30 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         finally:
             queue.close()
 
-    def _log_fitness(self, agent_id: AgentId, problem: str) -> None:
-        """Logs whether a host can start ranks, if that has changed: it says so again when it connects again."""
-        host = self._driver.core.fleet.agents.get(agent_id)
-        if host is None or host.problem == problem:
-            return
-        if problem:
-            log.warning("agent=%s host=%s can start no ranks, and gets no more: %s", agent_id, host.host, problem)
+    def _note_arrival(self, agent_id: AgentId, stream: AnyStream) -> None:
+        """Notes whether orders reach a host: jobs are placed on others meanwhile, and those that start there say so."""
+        if stream.num_in_vain >= MANY_IN_VAIN:
+            problem = UNREACHED
+        elif not stream.num_in_vain and self._problem(agent_id) == UNREACHED:
+            problem = ""
         else:
-            log.info("agent=%s host=%s can start ranks again", agent_id, host.host)
+            return
+        if self._problem(agent_id) != problem:
+            self._driver.handle(self._fitness(agent_id, problem))
+
+    def _fitness(self, agent_id: AgentId, problem: str) -> HostFitnessChanged:
+        """The event; logs it if that has changed: an agent says it again when it connects again."""
+        host = self._driver.core.fleet.agents.get(agent_id)
+        if host is not None and host.problem != problem:
+            if problem:
+                log.warning("agent=%s host=%s can start no ranks, and gets no more: %s", agent_id, host.host, problem)
+            else:
+                log.info("agent=%s host=%s can start ranks again", agent_id, host.host)
+        return HostFitnessChanged(agent_id=agent_id, problem=problem)
+
+    def _problem(self, agent_id: AgentId) -> str:
+        host = self._driver.core.fleet.agents.get(agent_id)
+        return host.problem if host is not None else ""
 
     def _has(self, agent_id: AgentId, address: Address) -> bool:
         """True if the process is on the agent's host. Of others, the core takes in nothing that an agent says, but the

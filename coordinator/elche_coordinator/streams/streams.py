@@ -154,6 +154,7 @@ class Stream(Generic[Message]):
         """Drops messages up to the number, which were received."""
         while self._kept and self._kept[0].seq <= number:
             self._num_kept_bytes -= _size_bytes(self._kept.popleft())
+            self.num_in_vain = 0
 
     def is_news(self, number: int) -> bool:
         """True if its message of this number was not handled before. True for unnumbered ones."""

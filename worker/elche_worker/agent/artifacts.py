@@ -5,8 +5,9 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -40,6 +41,10 @@ EXIT_S = 60.0
 LOOK_EVERY_S = 0.1
 """Seconds between two looks if a job's ranks have exited."""
 MAX_MANIFEST_BYTES = 1 << 20
+TRIES = 3
+"""How often one file is tried: with a store that fails now and then, no attempt at all files would succeed."""
+AGAIN_S = 0.5
+"""Seconds until it is tried again."""
 FORMAT = 1
 """Version of the manifest's format."""
 
@@ -123,21 +128,21 @@ class ArtifactWriter:
         written: dict[str, Any] = {}
         missing: list[str] = []
         files = self._processes.files
-        wanted = {rank_log(rank): _stamped(folder / rank_log(rank), files) for rank in order.ranks}
+        wanted = {rank_log(rank): partial(_stamped, folder / rank_log(rank), files) for rank in order.ranks}
         if order.has_model:
-            wanted |= {name: _chunks(folder / name, files) for name in (MODEL, BEST, LAST)}
+            wanted |= {name: partial(_chunks, folder / name, files) for name in (MODEL, BEST, LAST)}
         for name, chunks in wanted.items():
-            if (begun := _begun(chunks)) is not None:
-                written[name] = place.write(name, begun)
+            if (entry := _write(place, name, chunks)) is not None:
+                written[name] = entry
             elif name not in (BEST, LAST):
                 missing.append(name)
         for path in order.checkpoints:
             written |= _store_checkpoint(Path(path), place, files)
         if order.record:
-            written[RECORD] = place.write(RECORD, (order.record.encode(),))
+            written[RECORD] = _write(place, RECORD, lambda: iter((order.record.encode(),)))
         about = {"format": FORMAT, "job": order.job_id, "host": socket.gethostname()}
         manifest = json.dumps({**about, "files": written, "missing": missing}, indent=1).encode()
-        place.write(MANIFEST, (manifest,))  # last: a folder with a manifest is complete
+        _write(place, MANIFEST, lambda: iter((manifest,)))  # last: a folder with a manifest is complete
         log.info("job=%s %d files are stored in %s", order.job_id, len(written), place.address)
         return manifest
 
@@ -155,11 +160,27 @@ def _store_checkpoint(folder: Path, place: StoreFolder, files: RankFiles) -> dic
         return {}
     written = {}
     for name in (*map(str, names), MANIFEST):
-        if (chunks := _begun(_chunks(folder / name, files))) is None:
-            return {}  # it is being removed
         stored = f"{CHECKPOINTS}/{folder.name}/{name}"
-        written[stored] = place.write(stored, chunks)
+        if (entry := _write(place, stored, partial(_chunks, folder / name, files))) is None:
+            return {}  # it is being removed
+        written[stored] = entry
     return written
+
+
+def _write(place: StoreFolder, name: str, chunks: Callable[[], Iterator[bytes]]) -> dict[str, Any] | None:
+    """Writes a file, if need be several times; `chunks` begins to read it. None if there is no such file."""
+    for _ in range(TRIES - 1):
+        try:
+            return _write_once(place, name, chunks)
+        except Exception as error:  # packages of fsspec raise errors of any type
+            log.info("%s/%s is tried again: %s", place.address, name, reason_of(error))
+            time.sleep(AGAIN_S)
+    return _write_once(place, name, chunks)
+
+
+def _write_once(place: StoreFolder, name: str, chunks: Callable[[], Iterator[bytes]]) -> dict[str, Any] | None:
+    begun = _begun(chunks())
+    return None if begun is None else place.write(name, begun)
 
 
 def _begun(chunks: Iterator[bytes]) -> Iterator[bytes] | None:

@@ -18,8 +18,8 @@ Kind = tuple[str, tuple[str, ...], bool, int, int, str]
 """Account, conditions, if it is a loop, least number of ranks, group size and the work folder with their checkpoint,
 which all jobs of a line share.
 """
-Turn = tuple[float, float, int, PlacedJob]
-"""A job's place in its line: by `order`, and by number where that is equal."""
+Turn = tuple[float, int, PlacedJob]
+"""A job's place in its line, by `order`."""
 
 
 def kind_of(spec: JobSpec) -> Kind:
@@ -66,7 +66,7 @@ class Lines:
             if job.id in self._turns:
                 self._remove(job.id)
             return
-        kind, turn = kind_of(job.spec), (*order(job), job.number, job)
+        kind, turn = kind_of(job.spec), (*order(job), job)
         if (known := self._turns.get(job.id)) is not None:
             if (known[0].kind, known[1]) == (kind, turn):
                 return

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from elche_coordinator.core.jobs.lines import Kind, Line, Lines
 from elche_coordinator.core.jobs.notices import checkpoint_notice, quota_notice, slots_notice
 from elche_coordinator.core.jobs.placed import PlacedJob
-from elche_coordinator.core.jobs.queue import asked, holds_back
+from elche_coordinator.core.jobs.queue import asked, asked_of_host, holds_back
 from elche_coordinator.core.jobs.shares import Shares
 from elche_coordinator.core.messages.events import SlotsRequested
 from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
@@ -148,16 +148,17 @@ class Placing:
         # First: the others of such a rank's job train or wait with the slots that they have.
         self._place_missing(self._by_age(), fleet)
         shares = Shares(self._holders, fleet, quotas)
-        waiting = self._place_queued(fleet, shares)
+        waiting, bound = self._place_queued(fleet, shares)
         kept = {place for job in waiting for place in fleet.free_places(job.spec.conditions)}
         # Once more, since `_place_queued` has made holders of jobs that waited.
         holders = self._by_age()
         self._place_more(holders, fleet, shares, kept)
         self.asked = []
-        for job in waiting:
+        for job in (*bound, *waiting):
             # a job is asked to give slots to one waiting job at a time
             busy = {one.job_id for one in self.asked}
-            self.asked += asked(job, [one for one in holders if one.id not in busy], fleet, shares)
+            others = [one for one in holders if one.id not in busy]
+            self.asked += asked_of_host(job, others, fleet) if job in bound else asked(job, others, fleet, shares)
 
     def _by_age(self) -> list[PlacedJob]:
         """The jobs that have processes or are to have some, oldest first."""
@@ -179,10 +180,13 @@ class Placing:
                     job.on_no_place(rank, self._now_s)
                     self.note(job, self._now_s)
 
-    def _place_queued(self, fleet: Fleet, shares: Shares) -> list[PlacedJob]:
-        """Gives free slots to queued jobs, in order. Returns waiting jobs for which there are enough slots in all."""
+    def _place_queued(self, fleet: Fleet, shares: Shares) -> tuple[list[PlacedJob], list[PlacedJob]]:
+        """Gives free slots to queued jobs, in order. Returns waiting jobs for which there are enough slots in all, and
+        those that wait for a slot of the host that has their checkpoint.
+        """
         self._waits.clear()
         waiting: list[PlacedJob] = []
+        bound: list[PlacedJob] = []
         over_quota: list[PlacedJob] = []
         offers = _Offers(fleet)
 
@@ -207,6 +211,7 @@ class Placing:
                 # It holds no slots back: it can use only its own host's, and gets them in its turn when they come free.
                 wait = _Reason(checkpoint_notice(spec, why))
                 self._waits[kind] = job.id, wait, wait
+                bound.append(job)
             elif ahead := next((one for one in waiting if offers.overlap(spec, one.spec)), None):
                 wait = self._behind(ahead)
                 self._waits[kind] = job.id, wait, wait
@@ -228,7 +233,7 @@ class Placing:
         for job in over_quota:  # last: others of its project may have got slots after its turn
             wait = _Reason(quota_notice(job.spec, shares.held(job), shares.quota(job)))
             self._waits[self._lines.kind_of(job)] = job.id, wait, wait
-        return waiting
+        return waiting, bound
 
     def _await_host(self, job: PlacedJob, fleet: Fleet) -> JobSpec:
         """The job's submission; once the host that has its checkpoint has been away for `HOST_GRACE_S`, any will do."""

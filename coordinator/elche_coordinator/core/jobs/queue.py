@@ -9,14 +9,14 @@ Jobs of equal priority give only slots beyond their least number, and only as ma
 than the waiting job's project then has.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from elche_coordinator.core.jobs.placed import PlacedJob
 from elche_coordinator.core.jobs.shares import Shares, order
 from elche_coordinator.core.messages.events import SlotsRequested
 from elche_coordinator.core.records.fleet import Fleet
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
-from elche_coordinator.core.records.ranks import staying
+from elche_coordinator.core.records.ranks import RankRecord, staying
 
 
 def holds_back(job: PlacedJob, fleet: Fleet) -> bool:
@@ -67,12 +67,31 @@ def asked(waiting: PlacedJob, jobs: Iterable[PlacedJob], fleet: Fleet, shares: S
     return [SlotsRequested(job_id=job.id, num_ranks=num_ranks, by=waiting.id) for job, num_ranks in gifts.items()]
 
 
+def asked_of_host(waiting: PlacedJob, jobs: Sequence[PlacedJob], fleet: Fleet) -> list[SlotsRequested]:
+    """The request for a job that can begin only on a host which has its checkpoint, and where no slot is free. The
+    least important job of lower priority there gives all of its slots: one that gives some may give those elsewhere.
+    """
+    spec = waiting.spec
+    its_own = {place for place in fleet.offered(spec.conditions) if fleet.has_checkpoint(place, spec)}
+    lower = [job for job in jobs if job.spec.priority < spec.priority and _can_give(job)]
+    there = [job for job in jobs if any(not its_own.isdisjoint(one.places) for one in _living(job))]
+    num_others = sum(_num_staying(job) * job.spec.group_size for job in lower)
+    is_in_vain = len(fleet.free_for_one(spec.conditions)) + num_others < spec.least_ranks
+    if spec.slots_on_one_host > 1 or is_in_vain or any(map(_num_leaving, there)):
+        return []
+    least = max((job for job in lower if job in there), key=order, default=None)
+    return [SlotsRequested(job_id=least.id, num_ranks=_num_staying(least), by=waiting.id)] if least else []
+
+
+def _living(job: PlacedJob) -> list[RankRecord]:
+    return [record for record in job.ranks.values() if record.phase is not RankPhase.EXITED]
+
+
 def _has_only(job: PlacedJob, fleet: Fleet, conditions: tuple[str, ...]) -> bool:
     """True if all slots of the job meet the conditions."""
-    living = [record for record in job.ranks.values() if record.phase is not RankPhase.EXITED]
     return not conditions or all(
         place.agent_id in fleet.agents and fleet.meets(place, conditions)
-        for record in living
+        for record in _living(job)
         for place in record.places
     )
 

@@ -18,13 +18,15 @@ from elche_coordinator.core.records.fleet import Fleet
 EVERYONE = "*"
 """The quota of projects that have none of their own."""
 
-Turn = tuple[float, int, float, str, int]
+Turn = tuple[float, int, int]
 """Sorts the jobs of all projects at one moment. No two jobs have an equal one."""
 
 
-def order(job: PlacedJob) -> tuple[float, float]:
-    """Sorts the jobs of a project: the one that gets slots first comes first."""
-    return -job.spec.priority, job.submitted_at
+def order(job: PlacedJob) -> tuple[float, int]:
+    """Sorts the jobs of a project: the one that gets slots first comes first. Not by the time of submission: where a
+    clock that was hours ahead is put right, later jobs have earlier times.
+    """
+    return -job.spec.priority, job.number
 
 
 class Shares:
@@ -72,5 +74,5 @@ class Shares:
         return None if job is None else (self._turn(job), job, line)
 
     def _turn(self, job: PlacedJob) -> Turn:
-        priority, submitted_at = order(job)
-        return priority, self.held(job), submitted_at, job.spec.account, job.number
+        priority, number = order(job)
+        return priority, self.held(job), number

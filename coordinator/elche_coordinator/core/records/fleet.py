@@ -203,7 +203,7 @@ class Fleet:
         the first slots are on one of these; without such slots, none are taken.
         """
         least, free = spec.least_ranks, self._free_groups(job_id, spec, without)
-        if not 0 < least <= len(free) or not self._has_checkpoint(free[0], spec):
+        if not 0 < least <= len(free) or not self.has_checkpoint(free[0][0], spec):
             return []
         groups = free[: most or len(free)]
         for index, places in enumerate(groups):
@@ -225,10 +225,11 @@ class Fleet:
         its_own = {self._device(place) for place, (owner, _) in self.taken.items() if owner == job_id}
         free = [place for place in self.free_places(spec.conditions) if place not in without]
         groups = self._groups(self._once(free, its_own), spec)
-        return sorted(groups, key=lambda places: not self._has_checkpoint(places, spec))
+        return sorted(groups, key=lambda places: not self.has_checkpoint(places[0], spec))
 
-    def _has_checkpoint(self, places: tuple[Place, ...], spec: JobSpec) -> bool:
-        return spec.resume_work_folder in ("", self.agents[places[0].agent_id].folder)
+    def has_checkpoint(self, place: Place, spec: JobSpec) -> bool:
+        """True if the slot's host has the job's checkpoint, or all have it."""
+        return spec.resume_work_folder in ("", self.agents[place.agent_id].folder)
 
     def holders_of_checkpoint(self, spec: JobSpec) -> list[AgentRecord]:
         """The hosts that have the work folder with the job's checkpoint."""
@@ -238,7 +239,7 @@ class Fleet:
         """Why no slot is free on a host that has the job's checkpoint; empty if one is, or any host will do."""
         holders = self.holders_of_checkpoint(spec)
         free = self.free_places(spec.conditions)
-        if not spec.resume_work_folder or any(self._has_checkpoint((place,), spec) for place in free):
+        if not spec.resume_work_folder or any(self.has_checkpoint(place, spec) for place in free):
             return ""
         if all(one.is_drained for one in holders):
             return "is drained" if holders else "is not connected"
