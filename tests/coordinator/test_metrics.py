@@ -80,6 +80,18 @@ def test_a_job_that_waits_has_a_state_and_no_figures(snapshot: MetricsSnapshot) 
     assert "elche_job_epoch{" not in text
 
 
+def test_what_cannot_be_printed_in_a_label_is_escaped(snapshot: MetricsSnapshot) -> None:
+    """A job's name could clear or colour the terminal of whoever looked at the metrics."""
+    named = replace(job_view(1), name="a\x1b[2Jä\r", metrics={"f\u202e1": 0.5, "f1": 0.25})
+    ranks = tuple(replace(one, host="vm\x07") for one in named.ranks)
+    text = exported(replace(snapshot, jobs=[replace(named, ranks=ranks)]))
+    assert [character for character in text.replace("\n", "") if not character.isprintable()] == []
+    samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+    labels = {(name, value) for one in samples for name, value in one.labels.items()}
+    escaped = {("name", r"a\x1b[2Jä\r"), ("metric", r"f\u202e1"), ("metric", "f1"), ("host", r"vm\x07")}
+    assert escaped <= labels
+
+
 def test_batch_times_are_counted_by_size() -> None:
     histogram = durations(0.001, 0.0011, 0.02, 100.0, 0.0, -1.0, inf)
     rows = dict(histogram.cumulative())

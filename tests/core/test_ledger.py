@@ -281,3 +281,15 @@ def test_a_rank_goes_on_in_its_shard():
     assert len(first) == len(other) == len(second) == 1
     assert second[0].offset == first[0].offset + 10
     assert other[0].offset // 20 != first[0].offset // 20
+
+
+@pytest.mark.parametrize("at_once", [16, 48, 64, 80, 100, 160])
+def test_how_much_is_leased_at_once_does_not_change_the_batches_of_shards(at_once):
+    """A shard was cut where a lease ended that had begun with the odd end of another: batches of 2 samples, by time."""
+    sizes, batch = (50, 70, 60, 70), 16
+    ledger = Ledger(Extent(dataset_size=250, epochs=1, batch_size=batch), shards=ShardOrder(sizes, seed=3))
+    cut = []
+    while leases := ledger.grant(Rank(0), Epoch(0), at_once):
+        for lease in leases:
+            cut += [min(batch, lease.size - at) for at in range(0, lease.size, batch)]
+    assert sorted(cut) == sorted(min(batch, size - at) for size in sizes for at in range(0, size, batch))

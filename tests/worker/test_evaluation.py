@@ -65,6 +65,25 @@ def test_an_evaluation_draws_none_of_trainings_random_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def drawn(*given: Any) -> dict[str, float]:
+    return {"torch": torch.rand(()).item(), "python": random.random(), "numpy": np.random.rand()}
+
+
+def test_what_a_jobs_evaluation_draws_changes_neither_training_nor_the_next_evaluation() -> None:
+    """The rank that evaluated, and a job that was resumed before its evaluation, trained with other random numbers."""
+    model = nn.Linear(3, 1)
+    job = replace(JOB, evaluate=drawn, seed=5)
+    in_batches = replace(JOB, evaluate=None, eval_dataset=held_out, eval_step=drawn, seed=5)
+    torch.manual_seed(7), random.seed(7), np.random.seed(7)
+    expected = drawn()
+    torch.manual_seed(7), random.seed(7), np.random.seed(7)
+    first, first_part = evaluate(job, model, ""), evaluate_part(in_batches, model, held_out(), 20, 9, "", batch_size=3)
+    assert drawn() == expected
+    assert evaluate(job, model, "") == first
+    assert evaluate_part(in_batches, model, held_out(), 20, 9, "", batch_size=3) == first_part
+    assert evaluate_part(in_batches, model, held_out(), 29, 9, "", batch_size=3) != first_part
+
+
 def test_gradients_that_an_evaluation_makes_are_not_added_to_trainings() -> None:
     """As of adversarial samples: the next batch was trained with them."""
 

@@ -9,6 +9,7 @@ import signal
 import tempfile
 import threading
 import time
+from asyncio import CancelledError
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from elche.errors import InvalidJob
 from elche.permutation import permutation_slice
 from elche_worker.data import lease_loader
 from elche_worker.data.dataset import Shuffled
+from elche_worker.data.fetching import Fetch
 from elche_worker.data.lease_loader import BLOCK_BATCHES, LeasedPart, LeaseLoader, WorkerLost
 from elche_worker.device.rng import seed_all
 from elche_worker.device.transfer import to_device
@@ -260,6 +262,46 @@ def test_a_data_set_that_exits_is_told_where_batches_are_taken(num_workers: int)
     with pytest.raises((UserCodeRaised, SystemExit), match="no such folder"):
         take(loader, wake)
     loader.stop()
+
+
+class Ending(Indices):
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__(10**9)
+        self._error = error
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, CancelledError, GeneratorExit, StopIteration])
+def test_whatever_is_raised_in_a_worker_process_is_told(error: type[BaseException]) -> None:
+    """Those that torch does not send ended the process without a word: a lost worker, which is no mistake of a user."""
+    loader, wake = loader_of(Ending(error), num_workers=1)
+    loader.add(LeasedPart(id=1, epoch=0, offset=0, size=10))
+    with pytest.raises(UserCodeRaised, match=rf"^{error.__name__}.*, at sample \d+ of the data set$"):
+        take(loader, wake)
+    loader.stop()
+
+
+@pytest.mark.parametrize("collates", [False, True])
+def test_a_data_set_that_raises_stop_iteration_is_told_where_batches_are_taken_in_a_generator(
+    collates: bool,
+) -> None:
+    """All that was said was "generator raised StopIteration"."""
+
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        raise StopIteration
+
+    dataset, collate_fn = (Indices(10**9), collate) if collates else (Ending(StopIteration), None)
+    fetched = Fetch(dataset, collate_fn, "train.py").batch([7])
+    where = "in collating a batch" if collates else "at sample 7 of the data set"
+
+    def batches() -> Iterator[torch.Tensor]:
+        raise fetched.to_error()
+        yield
+
+    with pytest.raises(UserCodeRaised, match=rf"^StopIteration \(train.py\), {where}$"):
+        next(batches())
 
 
 class Told(Indices):

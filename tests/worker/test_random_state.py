@@ -7,6 +7,7 @@ import torch
 
 from elche_worker.device import rng
 from elche_worker.device.rng import seeded
+from elche_worker.user.callbacks import Callbacks
 
 
 class Generator(SimpleNamespace):
@@ -50,3 +51,20 @@ def test_a_build_without_devices_keeps_no_seeds_for_them(monkeypatch: pytest.Mon
     rng.seed_all(7)
     assert torch.equal(torch.rand(3), drawn)
     assert len(torch.cuda._queued_calls) == num_kept
+
+
+def test_what_a_callback_draws_on_one_rank_does_not_change_its_training() -> None:
+    """A resumed job, which does not call it again for the same epoch, trained with other random numbers."""
+    drawn: list[float] = []
+
+    def metrics_fn() -> None:
+        drawn.append(torch.rand(()).item())
+
+    torch.manual_seed(7)
+    expected = [torch.rand(()).item() for _ in range(2)]
+    torch.manual_seed(7)
+    callbacks = Callbacks()
+    callbacks.call(metrics_fn)
+    callbacks.call(metrics_fn, on_every_rank=True)
+    assert drawn == [expected[0], expected[0]]
+    assert torch.rand(()).item() == expected[1]

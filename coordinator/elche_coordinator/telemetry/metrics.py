@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -192,11 +193,24 @@ class SnapshotCollector(Collector):
         """All metrics of the snapshot."""
         since_s = self._snapshot.now_s - EXPIRE_S
         shown = [job for job in self._snapshot.jobs if job.ended_s is None or job.ended_s > since_s]
-        yield from _job_metrics(shown)
         # Not before the ranks have said their epochs: a job that waits or starts would export zeros.
-        yield from _rank_metrics([(job.job_id, rank) for job in shown if job.num_epochs for rank in job.ranks])
-        yield from _coordinator_metrics(self._snapshot)
-        yield from _upkeep_metrics(self._snapshot)
+        ranks = [(job.job_id, rank) for job in shown if job.num_epochs for rank in job.ranks]
+        of_jobs = chain(_job_metrics(shown), _rank_metrics(ranks))
+        of_itself = chain(_coordinator_metrics(self._snapshot), _upkeep_metrics(self._snapshot))
+        yield from map(_printable, chain(of_jobs, of_itself))
+
+
+def _printable(metric: Metric) -> Metric:
+    """The metric, with escapes for what cannot be printed in its labels: users name jobs, and terminals show labels."""
+    for index, sample in enumerate(metric.samples):
+        if not all(map(str.isprintable, sample.labels.values())):
+            labels = {name: "".join(map(_escaped, text)) for name, text in sample.labels.items()}
+            metric.samples[index] = sample._replace(labels=labels)
+    return metric
+
+
+def _escaped(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
 def _job_metrics(jobs: list[JobView]) -> Iterator[Metric]:

@@ -27,7 +27,8 @@ class FetchError:
     message: str
     traceback: str
     error: Exception | None = None
-    """The exception itself, in the process where it was raised; None after pickling, which it may not survive."""
+    """The exception itself, in the process where it was raised; None after pickling, which it may not survive, and
+    for a StopIteration."""
 
     def to_error(self) -> Exception:
         """The exception to raise."""
@@ -141,7 +142,7 @@ class Fetch:
             for index in indices:
                 samples.append(self._dataset[index])
             return samples
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             self._note_shrunk(error, max(indices, default=-1))
             return self._broken(error, f"at sample {index} of the data set" if index is not None else "")
 
@@ -185,7 +186,7 @@ class Fetch:
             if isinstance(samples, Together) and self._collate_fn is not default_collate:
                 return self._collate_fn(samples.given)
             return self._collate_fn(samples)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             return self._broken(error, "in collating a batch")
 
     def _without_none(self, samples: list[Any]) -> FetchError | None:
@@ -202,7 +203,7 @@ class Fetch:
         return FetchError(why, "", InvalidJob(why))
 
     def _broken(self, error: BaseException, where: str) -> FetchError:
-        if isinstance(error, SystemExit) and get_worker_info() is None:  # it would end a worker process without a word
+        if not isinstance(error, Exception) and get_worker_info() is None:  # a worker process would end without a word
             raise error
         if where:
             error.add_note(where)
@@ -212,7 +213,9 @@ class Fetch:
                 "one that makes the data set; or give num_workers=0"
             )
         raised = describe_raised(error, self._file_name)
-        return FetchError(str(raised), raised.traceback, error if isinstance(error, Exception) else None)
+        # Raised itself, a StopIteration would end a generator between here and the user's code, or break it namelessly.
+        is_raised = isinstance(error, Exception) and not isinstance(error, StopIteration)
+        return FetchError(str(raised), raised.traceback, error if is_raised else None)
 
 
 def _epoch_of(indices: list[int]) -> int:

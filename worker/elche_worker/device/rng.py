@@ -46,6 +46,16 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 @contextmanager
+def kept_random() -> Iterator[None]:
+    """Context after which all generators are as before."""
+    state = capture_rng_state()
+    try:
+        yield
+    finally:
+        restore_rng_state(state)
+
+
+@contextmanager
 def host_seeded(seed: int) -> Iterator[None]:
     """As `seeded`, for code that draws on the host alone: GPUs' generators are not touched, nor waited for."""
     host = capture_rng_state(of_gpu=False)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Subset
 from elche.errors import InvalidJob
 from elche.evaluation import MAX_SUM_BYTES, missing_metric
 from elche_worker.device.faults import is_out_of_memory
+from elche_worker.device.rng import seeded
 from elche_worker.device.transfer import to_device
 from elche_worker.model.modes import evaluating
 from elche_worker.model.step import MAX_METRICS
@@ -33,9 +34,13 @@ class Evaluated:
 def evaluate(
     job: JobDefinition, model: nn.Module, file_name: str, *, optimizers: Sequence[Optimizer] = ()
 ) -> Evaluated:
-    """Calls the job's `evaluate`, in eval mode and without gradients; restores the modes of modules afterwards."""
+    """Calls the job's `evaluate`, in eval mode and without gradients; restores the modes of modules afterwards.
+
+    What it draws follows from the seed alone, and training draws on as if there had been no evaluation: which rank
+    evaluates depends on time, and after a resume an evaluation may come again.
+    """
     assert job.evaluate is not None
-    with evaluating(model, optimizers):
+    with evaluating(model, optimizers), seeded(job.seed):
         returned = job.evaluate(model)
     return Evaluated({name: (value, 1) for name, value in _numbers(returned, "evaluate", file_name).items()})
 
@@ -51,13 +56,15 @@ def evaluate_part(
     batch_size: int,
     optimizers: Sequence[Optimizer] = (),
 ) -> Evaluated:
-    """Calls `eval_step` for `size` samples of the data set from `offset` on, and returns the sums."""
+    """Calls `eval_step` for `size` samples of the data set from `offset` on, and returns the sums. What is drawn
+    follows from seed and offset.
+    """
     assert job.eval_step is not None
     device = next(model.parameters()).device
     part = Subset(dataset, range(offset, offset + size))
     sums: dict[str, Sum] = {}
     tensors: dict[str, torch.Tensor] = {}
-    with evaluating(model, optimizers):
+    with evaluating(model, optimizers), seeded(job.seed + offset):
         own = torch.Generator().manual_seed(0)  # the DataLoader would draw a seed from training's generator
         for batch in DataLoader(part, batch_size=batch_size, collate_fn=job.collate_fn, generator=own):
             # A mean over samples needs their number, and ranks that share an evaluation must count the same ones.

@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from elche.errors import Misuse
 from elche.output import notice
+from elche_worker.device.rng import kept_random
 from elche_worker.user.schedule import Progress
 
 
@@ -137,12 +139,15 @@ class Callbacks:
             )
 
     def call(self, function: Callable[..., Any] | None, *arguments: Any, on_every_rank: bool = False) -> None:
-        """Calls a callback, if it is set; `on_every_rank`: True if every rank calls it."""
+        """Calls a callback, if it is set; `on_every_rank`: True if every rank calls it. What others draw does not change
+        what training draws.
+        """
         if function is None:
             return
         self._are_on_every_rank = on_every_rank
         try:
-            function(*arguments)
+            with nullcontext() if on_every_rank else kept_random():
+                function(*arguments)
         except Exception:
             self.num_errors += 1
             name = getattr(function, "__name__", type(function).__name__)

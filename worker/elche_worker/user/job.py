@@ -99,7 +99,9 @@ class JobDefinition(Settings):
     """Sharding of the model over the processes of a group: `Strategy.FULL_SHARD`, `SHARD_GRAD_OP`, `HYBRID_SHARD(n)` or
     `NO_SHARD`; or the name of one, in lower case."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
-    """Metrics of a model in eval mode, without gradients and autocast; called after each epoch on one rank."""
+    """Metrics of a model in eval mode, without gradients and autocast; called after each epoch on one rank. It draws
+    the same random numbers each time, and those of training stay as they are.
+    """
     eval_dataset: Callable[[], Any] | None = None
     """Builds a map-style data set, which all ranks evaluate together after each epoch, in proportion to their speed."""
     eval_step: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None

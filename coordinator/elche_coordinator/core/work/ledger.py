@@ -323,12 +323,12 @@ class Ledger:
         return leases.end - leases.permitted if leases is not None else 0
 
     def _take(self, rank: Rank, epoch: Epoch, num_samples: int) -> list[Interval]:
-        """Removes up to `num_samples` free positions for the rank, and returns them."""
+        """Removes up to `num_samples` free positions for the rank, of shards in whole batches, and returns them."""
         free = self.book(epoch).free
         if self._shards is None:
             return free.take(num_samples)
-        cursor = self._cursors.get((rank, epoch))
-        taken, self._cursors[rank, epoch] = self._shards.take(free, epoch, num_samples, cursor)
+        size, cursor = self._batch_sizes.get(rank, self.extent.batch_size), self._cursors.get((rank, epoch))
+        taken, self._cursors[rank, epoch] = self._shards.take(free, epoch, -(-num_samples // size), size, cursor)
         return taken
 
     def grant_slice(self, rank: Rank, epoch: Epoch, offset: int, size: int) -> Lease:
