@@ -161,11 +161,47 @@ def test_a_schedule_that_counts_its_calls_is_refused(*, is_torchs: bool) -> None
         by_calls.set(at(0))
 
 
-@pytest.mark.parametrize("factor", [math.nan, math.inf])
-def test_a_schedule_without_finite_rates_is_refused_as_such(factor: float) -> None:
-    rates = LearningRates([new_optimizer()], schedule=lambda progress: factor)
-    with pytest.raises(InvalidJob, match="for the first batch: they must be finite"):
-        rates.set(at(0))
+@pytest.mark.parametrize("factor", [math.nan, math.inf, -0.1])
+def test_a_schedule_whose_rates_are_not_finite_or_below_0_is_refused_at_any_batch(factor: float) -> None:
+    """With a rate below 0 training went uphill, in silence."""
+    rates = LearningRates([new_optimizer()], schedule=lambda progress: factor if progress.step == 7 else 0.1)
+    rates.set(at(0))
+    with pytest.raises(InvalidJob, match="for batch 7 of 100: they must be finite, and not below 0"):
+        rates.set(at(7))
+
+
+def test_a_rounding_error_below_0_is_a_rate_of_0() -> None:
+    optimizer = new_optimizer()
+    LearningRates([optimizer], schedule=lambda progress: 1 - sum([0.1] * 3) / 0.3).set(at(0))
+    assert rates(optimizer) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("build", "is_told"),
+    [
+        (lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9), True),
+        (lambda optimizer: lr_scheduler.PolynomialLR(optimizer, 10), True),
+        (lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.99), False),
+        (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 500), False),  # two whole cycles
+        (lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 200)), False),
+    ],
+)
+def test_a_scheduler_whose_rates_are_soon_next_to_nothing_is_told_of(build: Callable[..., Any], *, is_told: bool) -> None:
+    """`ExponentialLR(optimizer, 0.9)` of a script that steps it after each epoch left the model as it began."""
+    extent = Extent(dataset_size=1_000, batch_size=10, epochs=10)
+    said = LearningRates([SGD([nn.Parameter(torch.zeros(1))], lr=0.1)], scheduler=build).epochs_notice(extent)
+    assert ("next to nothing from the middle of the job on" in said) == is_told
+    assert bool(said) == is_told
+
+
+def test_a_scheduler_with_rates_below_0_is_refused_before_training() -> None:
+    """CycleGAN's rule, which counts epochs."""
+    rates = LearningRates(
+        [new_optimizer()],
+        scheduler=lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 - max(0, epoch - 9) / 6),
+    )
+    with pytest.raises(InvalidJob, match="for batch 125 of 1000: they must be finite, and not below 0"):
+        rates.epochs_notice(Extent(dataset_size=1_000, batch_size=10, epochs=10))
 
 
 def test_a_learning_rate_in_a_tensor_is_changed_in_place() -> None:

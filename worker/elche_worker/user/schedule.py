@@ -23,6 +23,12 @@ from elche.errors import InvalidJob, Misuse
 from elche.extent import Extent
 from elche_worker.user.scalars import number_of
 
+ROUNDING = 1e-9
+"""Rates that are below 0 by no more are taken as 0."""
+
+OVER = 1e-4
+"""A scheduler's course is over where its rates are at most this fraction of the first batches'."""
+
 COURSES = ("T_max", "total_steps", "step_size")
 """Attributes of torch's schedulers with the number of steps after which they are over, or reduce the rate again."""
 
@@ -117,18 +123,30 @@ class LearningRates:
             self.reset()
 
     def set(self, progress: Progress) -> None:
-        """Sets the rates for the next batch. The first time, raises `InvalidJob` as `_try` does."""
+        """Sets the rates for the next batch. Raises `InvalidJob` for rates that are not finite or are below 0, and the
+        first time as `_try` does.
+        """
         rates = self._rates(progress)
-        if not (self._is_tried or self.is_constant):
-            self._try(rates, progress)
+        if not self.is_constant:
+            self._check_values(rates, progress)
+            if not self._is_tried:
+                self._try(rates, progress)
+            rates = [max(rate, 0.0) for rate in rates]  # rounding errors
         self._put([rate * self.scale * self.factor for rate in rates])
 
+    def _check_values(self, rates: list[float], progress: Progress) -> None:
+        """Raises `InvalidJob` if rates are not finite or are below 0, with which training would go uphill."""
+        if not all(-ROUNDING <= rate < math.inf for rate in rates):
+            step, total = progress.step, progress.total_steps
+            raise InvalidJob(
+                f"the schedule gives the learning rates {rates} for batch {step} of {total}: they must be finite, and "
+                "not below 0. It is asked with the number of batches of all ranks, not of epochs"
+            )
+
     def _try(self, rates: list[float], progress: Progress) -> None:
-        """Raises `InvalidJob` if the first rates are not finite, or differ when they are asked for again, as those of a
-        schedule that counts its calls.
+        """Raises `InvalidJob` if the first rates differ when they are asked for again, as those of a schedule that
+        counts its calls.
         """
-        if not all(map(math.isfinite, rates)):
-            raise InvalidJob(f"the schedule gives the learning rates {rates} for the first batch: they must be finite")
         if rates != self._rates(progress):
             raise InvalidJob(
                 "the schedule gives another rate when it is asked for the same batch again, as one that counts its own "
@@ -176,10 +194,15 @@ class LearningRates:
         self.reset()
 
     def epochs_notice(self, extent: Extent) -> str:
-        """A warning on a scheduler whose course is over within as many batches as the job has epochs, as of a script
-        that steps it after each epoch; "" if there is none.
+        """A warning on a scheduler whose course is over within as many batches as the job has epochs, or whose rates
+        are next to nothing from the middle of the job on, as of a script that steps it after each epoch; "" if there is
+        none. Raises `InvalidJob` for a scheduler with rates below 0.
         """
         num_epochs, total_steps = extent.num_epochs, -(-extent.total_samples // extent.batch_size)
+        advice = (
+            f"elche counts batches of all ranks, of which there are {total_steps}, not epochs. If epochs are meant, "
+            f"multiply by the {-(-total_steps // (num_epochs or 1))} batches of one"
+        )
         for built in self._schedulers:
             one: Any = built._schedulers[-1] if isinstance(built, SequentialLR) else built
             course = next((int(getattr(one, name)) for name in COURSES if hasattr(one, name)), 0)
@@ -188,10 +211,23 @@ class LearningRates:
             if 0 < course <= num_epochs < total_steps / 2:
                 return (
                     f"the course of scheduler()'s {type(one).__name__} is {course} steps, and the job has {num_epochs} "
-                    f"epochs: elche counts batches of all ranks, of which there are {total_steps}, not epochs. If "
-                    f"epochs are meant, multiply by the {-(-total_steps // num_epochs)} batches of one"
+                    f"epochs: {advice}"
                 )
-        return ""
+        if not self._schedulers or num_epochs >= total_steps / 2:
+            return ""
+        early, late = 0.0, 0.0
+        for step in range(0, total_steps, max(1, total_steps // 8)):
+            size = extent.batch_size
+            progress = Progress(samples=step * size, total_samples=extent.total_samples, batch_size=size)
+            rates = self._rates(progress)
+            self._check_values(rates, progress)
+            if step < total_steps // 2:
+                early = max(early, *rates)
+            else:
+                late = max(late, *rates)
+        if late > OVER * early:
+            return ""
+        return f"scheduler()'s rates are next to nothing from the middle of the job on ({late:.2g}): {advice}"
 
     def to_json(self) -> dict[str, Any]:
         """The rates and factors that callbacks have set, as plain values for a checkpoint."""
