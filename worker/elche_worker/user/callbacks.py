@@ -139,8 +139,8 @@ class Callbacks:
             )
 
     def call(self, function: Callable[..., Any] | None, *arguments: Any, on_every_rank: bool = False) -> None:
-        """Calls a callback, if it is set; `on_every_rank`: True if every rank calls it. What others draw does not change
-        what training draws.
+        """Calls a callback, if it is set; `on_every_rank`: True if every rank calls it. What others draw does not
+        change what training draws.
         """
         if function is None:
             return
