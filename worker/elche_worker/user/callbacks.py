@@ -139,7 +139,7 @@ class Callbacks:
             )
 
     def call(self, function: Callable[..., Any] | None, *arguments: Any, on_every_rank: bool = False) -> None:
-        """Calls a callback, if it is set; `on_every_rank`: True if every rank calls it. What others draw does not change
+        """Calls a callback, if it is set; `on_every_rank`: True if all ranks call it. What others draw does not change
         what training draws.
         """
         if function is None:
