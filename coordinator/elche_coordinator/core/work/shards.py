@@ -20,21 +20,21 @@ class ShardOrder:
         """Untouched shards of each epoch, the next one last."""
 
     def take(
-        self, free: IntervalSet, epoch: int, num_batches: int, batch_size: int, cursor: int | None
+        self, free: IntervalSet, epoch: int, size: int, batch_size: int, cursor: int | None
     ) -> tuple[list[Interval], int | None]:
-        """Removes the free positions of up to `num_batches` batches, beginning at the cursor; returns them, and the new
-        cursor. A shard's end ends a batch, and a shard is cut between batches only: else batches would be smaller, by
-        how much was leased at once, which depends on time.
+        """Removes `size` free positions, beginning at the cursor, or fewer if there are no more; returns them, and the
+        new cursor. A shard is cut between batches only, for which up to a batch more is taken: else batches would be
+        smaller, by how much was leased at once, which depends on time.
         """
         taken: list[Interval] = []
-        while num_batches > 0 and free:
+        while size > 0 and free:
             if cursor is None or not free.contains(cursor):
                 cursor = self._next_shard(free, epoch)
             start, end = cursor, self._end_of_shard(cursor)
-            stop = min(free.end_of(start), end, start + num_batches * batch_size)
+            stop = min(free.end_of(start), end, start - (-size // batch_size) * batch_size)
             free.remove(start, stop)
             taken.append((start, stop))
-            num_batches -= -((start - stop) // batch_size)
+            size -= stop - start
             cursor = stop if stop < end else None
         return taken, cursor
 
