@@ -17,7 +17,7 @@ class ShardOrder:
         self._sizes = sizes
         self._seed = seed
         self._orders: dict[int, list[int]] = {}
-        """Untouched shards of each epoch, the next one last."""
+        """Starts of untouched shards of each epoch, the next one last."""
 
     def take(
         self, free: IntervalSet, epoch: int, size: int, batch_size: int, cursor: int | None
@@ -42,12 +42,17 @@ class ShardOrder:
         return self._starts[bisect_right(self._starts, position)]
 
     def _next_shard(self, free: IntervalSet, epoch: int) -> int:
-        """Start of the next untouched shard; once all are begun, that of the largest free interval."""
+        """Where to read on: the next untouched shard, before these what was begun before a resume; once all are begun,
+        the largest free interval.
+        """
         if epoch not in self._orders:
-            self._orders[epoch] = shuffled_shards(self._sizes, seed=self._seed, epoch=epoch)[::-1]
+            untouched = [self._starts[shard] for shard in shuffled_shards(self._sizes, seed=self._seed, epoch=epoch)]
+            # Before any, where a job is resumed: those that its ranks were reading.
+            begun = sorted({start for start, _ in free}.difference(self._starts))
+            self._orders[epoch] = [*begun, *untouched][::-1]
         order = self._orders[epoch]
         while order:
-            start = self._starts[order.pop()]
+            start = order.pop()
             if free.contains(start) and free.end_of(start) >= self._end_of_shard(start):
                 return start
         return max(free, key=lambda part: (part[1] - part[0], -part[0]))[0]
