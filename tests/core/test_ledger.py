@@ -293,3 +293,14 @@ def test_how_much_is_leased_at_once_does_not_change_the_batches_of_shards(at_onc
         for lease in leases:
             cut += [min(batch, lease.size - at) for at in range(0, lease.size, batch)]
     assert sorted(cut) == sorted(min(batch, size - at) for size in sizes for at in range(0, size, batch))
+
+
+def test_a_resumed_job_reads_the_shards_to_their_ends_that_were_begun():
+    """They were read last, after all others: not the order in which the job had read them without an end."""
+    shards, free = ShardOrder((20, 20, 20, 20), seed=1), IntervalSet([(0, 20), (30, 40), (50, 80)])
+    first, cursor = shards.take(free, 0, 10, 10, None)
+    assert (first, cursor) == ([(30, 40)], None)
+    second, cursor = shards.take(free, 0, 10, 10, cursor)
+    assert (second, cursor) == ([(50, 60)], None)
+    assert shards.take(free, 0, 100, 10, cursor)[0][0][0] in (0, 60)
+    assert not free

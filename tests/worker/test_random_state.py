@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elche_worker.device import rng
-from elche_worker.device.rng import seeded
+from elche_worker.device.rng import kept_random, seeded
 from elche_worker.user.callbacks import Callbacks
 
 
@@ -63,7 +63,7 @@ def test_what_a_callback_draws_on_one_rank_does_not_change_its_training() -> Non
     torch.manual_seed(7)
     expected = [torch.rand(()).item() for _ in range(2)]
     torch.manual_seed(7)
-    callbacks = Callbacks()
+    callbacks = Callbacks(kept_random)
     callbacks.call(metrics_fn)
     callbacks.call(metrics_fn, on_every_rank=True)
     assert drawn == [expected[0], expected[0]]

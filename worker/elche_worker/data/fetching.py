@@ -214,8 +214,8 @@ class Fetch:
             )
         raised = describe_raised(error, self._file_name)
         # Raised itself, a StopIteration would end a generator between here and the user's code, or break it namelessly.
-        is_raised = isinstance(error, Exception) and not isinstance(error, StopIteration)
-        return FetchError(str(raised), raised.traceback, error if is_raised else None)
+        own = error if isinstance(error, Exception) and not isinstance(error, StopIteration) else None
+        return FetchError(str(raised), raised.traceback, own)
 
 
 def _epoch_of(indices: list[int]) -> int:

@@ -24,7 +24,7 @@ from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, OperationStuck, RoundAborted
 from elche_worker.data.lease_loader import LeasedPart
 from elche_worker.device.faults import Cause, fault_of
-from elche_worker.device.rng import capture_rng_state, restore_rng_state
+from elche_worker.device.rng import capture_rng_state, kept_random, restore_rng_state
 from elche_worker.device.streams import DeviceStreams
 from elche_worker.model.checkpoint import About, CheckpointTarget, Loaded, weights_of
 from elche_worker.model.evaluation import Evaluated, evaluate, evaluate_part, rehearse, rehearse_modes
@@ -152,7 +152,7 @@ class Replica:
         """Epoch of the batch that was trained last; -1 before the first."""
         self._begun_epoch = -1
         """The last epoch for which `epoch_fn` was called in this process."""
-        self.callbacks = Callbacks()
+        self.callbacks = Callbacks(kept_random)
         self.view = View(launch.rank, self, self.rates, self.callbacks)
         be_this_rank(self.view)
         self._left_out = LeftOut(self.model, parts.layout, keeps=job.save_frozen)

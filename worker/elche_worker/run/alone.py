@@ -23,7 +23,7 @@ from elche_worker.data.prefetch import new_transfer
 from elche_worker.data.sample_figures import look_at
 from elche_worker.device.discovery import own_device
 from elche_worker.device.kinds import kind_of
-from elche_worker.device.rng import seed_all
+from elche_worker.device.rng import kept_random, seed_all
 from elche_worker.device.streams import DeviceStreams, new_streams, pin_accumulators
 from elche_worker.model.batch_size import is_auto, nominal_batch_size, rank_batch_size
 from elche_worker.model.evaluation import evaluate, evaluate_part, metrics_of, rehearse, rehearse_modes
@@ -120,7 +120,7 @@ class _Training:
             notice(text)
         self._layout = Layout(self._built.model, self._built.all_optimizers, buffers=job.buffers)
         self._mean = MeanOfModel(self._layout, decay_of(job.ema, self._extent.batch_size))
-        self._callbacks = Callbacks()
+        self._callbacks = Callbacks(kept_random)
         self._rank = _OnlyRank(self._built, self._rates, self._callbacks, chosen.device, self._own_state)
         be_this_rank(self._rank)
         self._loggers = Loggers(job.loggers, f"alone-{time.strftime('%Y%m%d-%H%M%S')}")

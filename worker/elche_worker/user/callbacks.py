@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from elche.errors import Misuse
 from elche.output import notice
-from elche_worker.device.rng import kept_random
 from elche_worker.user.schedule import Progress
 
 
@@ -126,8 +125,10 @@ def be_this_rank(rank: Rank) -> None:
 class Callbacks:
     """Calls a job's callbacks. Their errors are logged and counted; training goes on."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: Callable[[], AbstractContextManager[None]]) -> None:
+        """`apart`: the context of callbacks that not every rank calls, which keeps random generators as they are."""
         self.num_errors = 0
+        self._apart = apart
         self._are_on_every_rank = False
         """True if a callback that every rank calls is running."""
 
@@ -139,14 +140,14 @@ class Callbacks:
             )
 
     def call(self, function: Callable[..., Any] | None, *arguments: Any, on_every_rank: bool = False) -> None:
-        """Calls a callback, if it is set; `on_every_rank`: True if every rank calls it. What others draw does not
-        change what training draws.
+        """Calls a callback, if it is set; `on_every_rank`: True if all ranks call it. What others draw does not change
+        what training draws.
         """
         if function is None:
             return
         self._are_on_every_rank = on_every_rank
         try:
-            with nullcontext() if on_every_rank else kept_random():
+            with nullcontext() if on_every_rank else self._apart():
                 function(*arguments)
         except Exception:
             self.num_errors += 1

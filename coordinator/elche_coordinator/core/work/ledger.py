@@ -253,8 +253,8 @@ class Ledger:
         return list(leases.parts(leases.processed, leases.processed + size))
 
     def grant(self, rank: Rank, epoch: Epoch, num_samples: int) -> list[Lease]:
-        """Leases up to `num_samples` free samples of the epoch to the rank, lowest positions first. Raises `ValueError`
-        if the rank has a reserve, which it must train first.
+        """Leases up to `num_samples` free samples of the epoch to the rank, lowest positions first; of shards up to a
+        batch more, to cut none in mid-batch. Raises `ValueError` if the rank has a reserve, which it must train first.
         """
         if not self._has_free(epoch) or num_samples <= 0:
             return []
@@ -323,12 +323,12 @@ class Ledger:
         return leases.end - leases.permitted if leases is not None else 0
 
     def _take(self, rank: Rank, epoch: Epoch, num_samples: int) -> list[Interval]:
-        """Removes up to `num_samples` free positions for the rank, of shards in whole batches, and returns them."""
+        """Removes up to `num_samples` free positions for the rank, of shards up to a batch more, and returns them."""
         free = self.book(epoch).free
         if self._shards is None:
             return free.take(num_samples)
         size, cursor = self._batch_sizes.get(rank, self.extent.batch_size), self._cursors.get((rank, epoch))
-        taken, self._cursors[rank, epoch] = self._shards.take(free, epoch, -(-num_samples // size), size, cursor)
+        taken, self._cursors[rank, epoch] = self._shards.take(free, epoch, num_samples, size, cursor)
         return taken
 
     def grant_slice(self, rank: Rank, epoch: Epoch, offset: int, size: int) -> Lease:

@@ -17,24 +17,24 @@ class ShardOrder:
         self._sizes = sizes
         self._seed = seed
         self._orders: dict[int, list[int]] = {}
-        """Untouched shards of each epoch, the next one last."""
+        """Starts of untouched shards of each epoch, the next one last."""
 
     def take(
-        self, free: IntervalSet, epoch: int, num_batches: int, batch_size: int, cursor: int | None
+        self, free: IntervalSet, epoch: int, size: int, batch_size: int, cursor: int | None
     ) -> tuple[list[Interval], int | None]:
-        """Removes the free positions of up to `num_batches` batches, beginning at the cursor; returns them, and the new
-        cursor. A shard's end ends a batch, and a shard is cut between batches only: else batches would be smaller, by
-        how much was leased at once, which depends on time.
+        """Removes `size` free positions, beginning at the cursor, or fewer if there are no more; returns them, and the
+        new cursor. A shard is cut between batches only, for which up to a batch more is taken: else batches would be
+        smaller, by how much was leased at once, which depends on time.
         """
         taken: list[Interval] = []
-        while num_batches > 0 and free:
+        while size > 0 and free:
             if cursor is None or not free.contains(cursor):
                 cursor = self._next_shard(free, epoch)
             start, end = cursor, self._end_of_shard(cursor)
-            stop = min(free.end_of(start), end, start + num_batches * batch_size)
+            stop = min(free.end_of(start), end, start - (-size // batch_size) * batch_size)
             free.remove(start, stop)
             taken.append((start, stop))
-            num_batches -= -((start - stop) // batch_size)
+            size -= stop - start
             cursor = stop if stop < end else None
         return taken, cursor
 
@@ -42,12 +42,17 @@ class ShardOrder:
         return self._starts[bisect_right(self._starts, position)]
 
     def _next_shard(self, free: IntervalSet, epoch: int) -> int:
-        """Start of the next untouched shard; once all are begun, that of the largest free interval."""
+        """Where to read on: the next untouched shard, before these what was begun before a resume; once all are begun,
+        the largest free interval.
+        """
         if epoch not in self._orders:
-            self._orders[epoch] = shuffled_shards(self._sizes, seed=self._seed, epoch=epoch)[::-1]
+            untouched = [self._starts[shard] for shard in shuffled_shards(self._sizes, seed=self._seed, epoch=epoch)]
+            # Before any, where a job is resumed: those that its ranks were reading.
+            begun = sorted({start for start, _ in free}.difference(self._starts))
+            self._orders[epoch] = [*begun, *untouched][::-1]
         order = self._orders[epoch]
         while order:
-            start = self._starts[order.pop()]
+            start = order.pop()
             if free.contains(start) and free.end_of(start) >= self._end_of_shard(start):
                 return start
         return max(free, key=lambda part: (part[1] - part[0], -part[0]))[0]
