@@ -186,7 +186,9 @@ def test_a_rounding_error_below_0_is_a_rate_of_0() -> None:
         (lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 200)), False),
     ],
 )
-def test_a_scheduler_whose_rates_are_soon_next_to_nothing_is_told_of(build: Callable[..., Any], *, is_told: bool) -> None:
+def test_a_scheduler_whose_rates_are_soon_next_to_nothing_is_told_of(
+    build: Callable[..., Any], *, is_told: bool
+) -> None:
     """`ExponentialLR(optimizer, 0.9)` of a script that steps it after each epoch left the model as it began."""
     extent = Extent(dataset_size=1_000, batch_size=10, epochs=10)
     said = LearningRates([SGD([nn.Parameter(torch.zeros(1))], lr=0.1)], scheduler=build).epochs_notice(extent)
