@@ -1,6 +1,7 @@
 """A checkpoint that is asked for has whole iterations of a loop: what follows the step, and nothing of the next one."""
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,53 @@ def test_what_follows_the_step_is_in_a_checkpoint_and_a_loop_goes_on_bit_for_bit
     assert torch.equal(later[0], parameters)
     assert torch.equal(later[1], buffers)
     assert later[2:] == (rates[num_saved:], count)
+
+
+def train_by_epochs(
+    place: Path, *, ask_at: int, counts: bool, resumes: bool = False
+) -> tuple[list[list[float]], Tensor]:
+    """Returns each epoch's losses, and the parameters. A schedule is stepped after each epoch; `counts`: the epochs are
+    those of `trainer.epochs`.
+    """
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    config = TrainerConfig(max_anchor=0, device="cpu", checkpoint_dir=str(place), checkpoint_every_minutes=1e6)
+    trainer = Trainer.setup(model, optimizer, config)
+    if resumes:
+        trainer.load(str(place))
+    schedule = StepLR(optimizer, 1, gamma=0.5)
+    trainer.register_state(schedule=schedule)
+    trainer.set_data_loader(DataLoader(samples(48), batch_size=16, shuffle=True), forward_input="inputs", names=NAMES)
+    losses: list[list[float]] = []
+    for epoch in trainer.epochs(3) if counts else range(3):
+        losses.append([])
+        for batch in trainer.epoch(epoch):
+            loss = cross_entropy(trainer.forward_batch(batch), batch["labels"])
+            loss.backward()
+            trainer.step()
+            losses[-1].append(loss.item())
+            if trainer.num_steps == ask_at and not resumes:
+                ask(trainer)
+        if losses[-1]:
+            schedule.step()
+    trainer.close()
+    return losses, flat(model)
+
+
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("ask_at", [2, 3, 4])
+def test_what_follows_an_epoch_is_in_a_checkpoint_that_its_last_step_makes(
+    tmp_path: Path, ask_at: int, *, counts: bool
+) -> None:
+    """A resumed loop got an epoch without batches, and scripts that use its last loss ended with UnboundLocalError."""
+    losses, parameters = train_by_epochs(tmp_path, ask_at=ask_at, counts=counts)
+    (saved,) = tmp_path.iterdir()
+    num_saved = int(saved.name.removeprefix("step-"))
+    again, resumed = train_by_epochs(tmp_path, ask_at=ask_at, counts=counts, resumes=True)
+    assert all(again) or not counts, "no epoch is without batches"
+    assert list(chain.from_iterable(again)) == list(chain.from_iterable(losses))[num_saved:]
+    assert torch.equal(resumed, parameters)
 
 
 def hooks_of(model: nn.Module) -> int:

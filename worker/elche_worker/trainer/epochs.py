@@ -69,6 +69,7 @@ class LoopEpochs:
             return
         if resumed is None:
             self._warn_if_again(epoch)
+        self._iterations.end()
         resumption.begin()
         resumption.position = None
         progress.begin_epoch(epoch, resumed)

@@ -3,7 +3,8 @@
 After `step()` a script may step its learning rate schedule, count, or average weights, and `step()` of one optimizer
 may be half of an iteration. So a checkpoint is not made in the step after which it is due, but once the iteration is
 known to be over: when the next batch of `epoch` or `shares` is asked for, and in loops over a loader of their own at
-the next forward pass in train mode, before it changes anything.
+the next forward pass in train mode, before it changes anything. What a script does after an epoch belongs to its last
+iteration: a resumed loop would otherwise get an epoch without batches.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -153,7 +154,8 @@ class Iterations:
             yield
         finally:
             self._are_given = False
-            self.end()
+            if not self._progress.has_whole_epoch:  # else the script has yet to evaluate it, and step its schedule
+                self.end()
 
     def end(self) -> None:
         """Called between iterations: makes the checkpoint that is due, of the present state."""

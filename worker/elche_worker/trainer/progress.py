@@ -41,6 +41,11 @@ class ProgressTracker:
         """The position for a checkpoint. The end of an epoch is the beginning of the next one."""
         return Position(self.num_steps, self.epoch, self.done, self.epoch_steps)
 
+    @property
+    def has_whole_epoch(self) -> bool:
+        """True if all samples of the open epoch are trained."""
+        return self._is_epoch_open and self.gives_samples and 0 < self.epoch_size <= self.done
+
     def where(self, num_batches: int) -> str:
         """The position as text; `num_batches` were given out to each rank."""
         batches = f" and {num_batches} batches" if num_batches else ""
