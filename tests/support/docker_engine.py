@@ -112,7 +112,9 @@ def build_images(engine: Engine) -> tuple[str, ...]:
     with wheels() as url:
         for name, file in names.items():
             dockerfile = f"docker/{file}.Dockerfile"
-            arguments = () if file == "coordinator" else ("--build-arg", f"PIP_FIND_LINKS={url}")
+            # As compose builds it: so that one image is enough.
+            of_worker = ("--build-arg", f"PIP_FIND_LINKS={url}", "--build-arg", "LIBRARIES=scikit-learn")
+            arguments = () if file == "coordinator" else of_worker
             build = ("build", "--network", "host", "--tag", name, "--file", str(ROOT / dockerfile), *arguments)
             engine.docker(*build, str(ROOT), limit_s=BUILD_S)
     return tuple(names)
