@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +38,7 @@ Parts = asyncio.Queue[job_pb2.StreamLogsResponse | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Looks:
-    """Ways to look at one job, whose view is shared with all who look: to make it takes 20 ms for a large job."""
+    """Ways to look at one job. Its view is shared by all who look, since making that of a large job takes 20 ms."""
 
     newest: Callable[[], JobView]
     """The job as it is now."""
@@ -86,9 +86,9 @@ class _Reading:
         """Yields the parts of all logs as they come. Raises `InvalidJob` if no rank's log can be read."""
         self.positions |= {(Rank(one.rank), one.log): one.offset for one in self.request.positions}
         for rank in ranks:
-            self.tasks[Rank(rank.rank)] = asyncio.ensure_future(self._read(rank))
+            self._begin(Rank(rank.rank), partial(self._read, rank))
         if self.request.follow and not self.request.HasField("rank"):
-            self.tasks[None] = asyncio.ensure_future(self._read_those_that_join())
+            self._begin(None, self._read_those_that_join)
         num_ended, num_failed, has_data = 0, 0, False
         try:
             while num_ended < len(self.tasks):
@@ -107,6 +107,19 @@ class _Reading:
             # The event loop keeps only weak references to tasks: one without others may be collected while it ends.
             await asyncio.gather(*self.tasks.values(), return_exceptions=True)
 
+    def _begin(self, rank: Rank | None, read: Callable[[], Awaitable[None]]) -> None:
+        self.tasks[rank] = asyncio.ensure_future(self._run(read))
+
+    async def _run(self, read: Callable[[], Awaitable[None]]) -> None:
+        """Awaits what a task does, and puts None. Also after an error, or the client would wait for good."""
+        try:
+            await read()
+        except ElcheError as error:  # the job is forgotten
+            log.debug("job=%s is not followed on: %s", self.request.job_id, error)
+        except Exception:
+            log.exception("job=%s its logs are not followed on", self.request.job_id)
+        await self.parts.put(None)
+
     def _may_change(self) -> bool:
         """True if the client follows, and ranks may yet write."""
         return self.request.follow and self.looks.newest().state not in ENDED
@@ -124,14 +137,10 @@ class _Reading:
 
     async def _read_those_that_join(self) -> None:
         """Begins to read the logs of ranks that were not there when the client began."""
-        try:
-            async for now in self._views():
-                for rank in now.ranks:
-                    if rank.rank not in self.tasks and rank.log_path and len(self.tasks) <= MAX_RANKS:
-                        self.tasks[Rank(rank.rank)] = asyncio.ensure_future(self._read_one_more(rank))
-        except ElcheError as error:  # the job is forgotten
-            log.debug("job=%s is not followed on: %s", self.request.job_id, error)
-        await self.parts.put(None)
+        async for now in self._views():
+            for rank in now.ranks:
+                if rank.rank not in self.tasks and rank.log_path and len(self.tasks) <= MAX_RANKS:
+                    self._begin(Rank(rank.rank), partial(self._read_one_more, rank))
 
     async def _read_one_more(self, rank: RankView) -> None:
         try:
@@ -139,20 +148,15 @@ class _Reading:
                 await self._read(rank)
         except TooMuch as error:
             await self.parts.put(job_pb2.StreamLogsResponse(rank=rank.rank, error=str(error)))
-            await self.parts.put(None)
 
     async def _read(self, rank: RankView) -> None:
-        """Puts the parts of a rank's log, then None. If the client follows: of one process after the other."""
-        try:
-            failed = await self._read_process(rank, tells=True)
-            if self.request.follow:
-                async for now in self._views():
-                    for one in now.ranks:
-                        if one.rank == rank.rank and one.log_path and self._is_to_be_read(one, rank, failed):
-                            rank, failed = one, await self._read_process(one, tells=failed is None)
-        except ElcheError as error:  # the job is forgotten
-            log.debug("job=%s rank=%d is not followed on: %s", self.request.job_id, rank.rank, error)
-        await self.parts.put(None)
+        """Puts the parts of a rank's log. If the client follows: of one process after the other."""
+        failed = await self._read_process(rank, tells=True)
+        if self.request.follow:
+            async for now in self._views():
+                for one in now.ranks:
+                    if one.rank == rank.rank and one.log_path and self._is_to_be_read(one, rank, failed):
+                        rank, failed = one, await self._read_process(one, tells=failed is None)
 
     def _is_to_be_read(self, now: RankView, before: RankView, failed: ElcheError | None) -> bool:
         """True if a rank has another process than before, or its host, which had gone, has come back."""
