@@ -3,7 +3,7 @@
 import pytest
 from core.test_lost_ranks import by_policy, succeeds
 
-from elche_coordinator.core.messages.commands import SendShutdown, StartRank
+from elche_coordinator.core.messages.commands import SendFormGroup, SendShutdown, StartRank
 from elche_coordinator.core.messages.events import AgentJoined, AgentLost, GroupFormed, JobSubmitted, ScaleRequested
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.spec import JobSpec, Slot
@@ -190,6 +190,27 @@ def test_a_job_that_took_what_was_there_does_so_again_and_grows_to_what_it_had(s
     joins(simulation, "c", 9)
     simulation.run_until(lambda: num_training(simulation) == 4)
     simulation.run()
+
+
+def test_ranks_of_one_host_follow_each_other_in_the_ring(simulate):
+    """After ranks of a lost host came back elsewhere, ranks 0 and 2 are on one host, and rank 1 on another."""
+    simulation = simulate(ranks(*FOUR[:3]), dataset_size=20_000)
+    joins(simulation, "b", 2)
+    submit(simulation, num_ranks=3, num_slots=2)
+    assert [simulation.job.ranks[Rank(rank)].agent_id for rank in range(3)] == ["b", "b", "host"]
+    in_mid_training(simulation)
+    for rank in range(2):
+        simulation.processes[rank].is_alive = False
+    simulation.handle(AgentLost(agent_id=AgentId("b")))
+    simulation.run_until(lambda: num_training(simulation) == 2)
+    joins(simulation, "c", 1)
+    simulation.run_until(lambda: num_training(simulation) == 3)
+    hosts = [simulation.job.ranks[Rank(rank)].agent_id for rank in range(3)]
+    assert hosts == ["host", "c", "host"]
+    simulation.run()
+    newest = max(command.generation for command in simulation.sent(SendFormGroup))
+    formed = [command for command in simulation.sent(SendFormGroup) if command.generation == newest]
+    assert {command.rank: command.position for command in formed} == {0: 0, 2: 1, 1: 2}
 
 
 @pytest.mark.parametrize("when", ["queued", "ended"])

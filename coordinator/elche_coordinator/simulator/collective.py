@@ -48,6 +48,8 @@ class GroupMember(Protocol):
     attempt: Attempt
     is_alive: bool
     parameters: Parameters
+    positions: dict[GenerationId, int]
+    """Of each of its groups, where it is in it."""
 
     @property
     def is_frozen(self) -> bool:
@@ -168,7 +170,7 @@ class Collective:
         entries = self._entries.setdefault((attempt, generation, round_id), [])
         entries.append(entry)
         if len(entries) == len(self._groups[attempt, generation]):
-            entries.sort(key=lambda one: one.rank.address["rank"])
+            entries.sort(key=lambda one: one.rank.positions[one.generation])
             self._clock.after(self._sync_s(), partial(self._finish, round_id, entries))
 
     def _finish(self, round_id: RoundId, entries: list[RoundEntry]) -> None:

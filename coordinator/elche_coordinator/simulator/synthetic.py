@@ -84,6 +84,7 @@ class SyntheticRank:
         """Its contribution to the round that runs; None between rounds."""
         self._generations: dict[RoundId, GenerationId] = {}
         """Of each announced round."""
+        self.positions: dict[GenerationId, int] = {}
         self._sends_digest: dict[GenerationId, bool] = {}
         self._unreported: dict[RoundId, events.HeaderReported] = {}
         """Headers of which the digest was sent, and whose rounds are not said to be committed."""
@@ -154,6 +155,7 @@ class SyntheticRank:
                     self._chores.append(command)
             case commands.SendFormGroup():
                 self.attempt, self._forming = command.attempt, command.generation
+                self.positions[command.generation] = command.position
                 self._sends_digest[command.generation] = command.sends_digest
                 self._collective.join(command.generation, self, command.world_size, is_relayed=command.backend == "cpu")
             case commands.SendAbandon():

@@ -1126,7 +1126,7 @@ class SyncAck(_message.Message):
     """Digest of the header in place of its rows, where the coordinator has allowed that (`FormGroup.sends_digest`, protocol P5.5)."""
     @_builtins.property
     def header(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeaderRow]:
-        """The header as this rank received it, a row per member, in rank order; empty where `header_digest` stands for it."""
+        """The header as this rank received it, a row per member, in order of position; empty where `header_digest` stands for it."""
 
     @_builtins.property
     def work(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpochWork]:
@@ -1184,7 +1184,7 @@ class HeaderReported(_message.Message):
     """The generation."""
     @_builtins.property
     def header(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeaderRow]:
-        """The header as this rank received it, a row per member, in rank order."""
+        """The header as this rank received it, a row per member, in order of position."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from elche_coordinator.core.messages.reports import MembershipReport
 from elche_coordinator.core.records.failure import BackToCheckpoint, Failure
 from elche_coordinator.core.records.machine import RankPhase, RankTrigger
 from elche_coordinator.core.records.outbox import Outbox
-from elche_coordinator.core.records.ranks import RankRecord, RankRecords, num_hosts, present, staying
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords, host_by_host, num_hosts, present, staying
 from elche_coordinator.core.records.roster import Roster
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.backends import Choice
@@ -67,9 +67,9 @@ class Membership:
         """Generations in a row that were abandoned without a death and without a round."""
 
     def form(self, members: RankRecords) -> None:
-        """Has these ranks build a process group, in rank order."""
+        """Has these ranks build a process group, in which those of one host follow each other."""
         self.newest = GenerationId(self.newest + 1)
-        members = dict(sorted(members.items()))
+        members = host_by_host(members)
         backend = self._relay if self._relay is not None and num_hosts(members) > 1 else self._choose(members)
         self.forming = Generation(self.newest, members, backend, self._training, self._outbox)
         for position, record in enumerate(members.values()):

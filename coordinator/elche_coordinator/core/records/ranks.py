@@ -270,7 +270,7 @@ class RankRecord:
 
 
 RankRecords = dict[Rank, RankRecord]
-"""The ranks of a generation, in the order of a header's rows."""
+"""The ranks of a generation, in the order of a header's rows (`host_by_host`)."""
 
 
 def staying(ranks: RankRecords) -> RankRecords:
@@ -285,6 +285,16 @@ def staying(ranks: RankRecords) -> RankRecords:
 def num_hosts(ranks: RankRecords) -> int:
     """Number of their hosts; two agents of one machine count as two."""
     return len({record.agent_id for record in ranks.values()})
+
+
+def host_by_host(ranks: RankRecords) -> RankRecords:
+    """These ranks in rank order, but those of one host in a row, after its first. Collectives go around a ring in this
+    order, so that each host sends its part to one other, however often ranks were replaced or added.
+    """
+    first: dict[AgentId, Rank] = {}
+    for rank in sorted(ranks):
+        first.setdefault(ranks[rank].agent_id, rank)
+    return {rank: ranks[rank] for rank in sorted(ranks, key=lambda rank: (first[ranks[rank].agent_id], rank))}
 
 
 def highest_staying(ranks: RankRecords, num: int) -> list[RankRecord]:
