@@ -5,12 +5,14 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 import tempfile
 import threading
 import time
 from asyncio import CancelledError
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -368,6 +370,32 @@ def test_too_little_shared_memory_for_workers_is_told_with_the_way_out(monkeypat
     loader, wake = loader_of(Indices(10**9), num_workers=2)
     with pytest.raises(InvalidJob, match=r"/dev/shm on .* MiB left.*--shm-size.*num_workers to 0"):
         take(loader, wake)
+
+
+class Leaky(Indices):
+    """A data set that leaves files open, after some samples as many as its process may have."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.open: list[Any] = getattr(self, "open", [])
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        with suppress(OSError):
+            while len(self.open) < 20 or self.num_read > 15:
+                self.open.append(open(os.devnull))  # noqa: SIM115
+        self.num_read += 1
+        return super().__getitem__(index)
+
+    num_read = 0
+
+
+@pytest.mark.usefixtures("unsignalled")
+def test_a_worker_process_that_may_open_no_more_files_is_told() -> None:
+    """Its rank was started again and again, and then the samples were said to be deadly."""
+    loader, wake = loader_of(Leaky(10**9), num_workers=1)
+    loader.add(LeasedPart(id=1, epoch=0, offset=0, size=20))
+    take(loader, wake)
+    with pytest.raises(InvalidJob, match=r"num_workers\) has 200 files open, the most that it may \(ulimit -n\)"):
+        take(loader, wake)
+    loader.stop()
 
 
 @pytest.mark.parametrize(("length", "fits"), [(75, True), (76, False)])
