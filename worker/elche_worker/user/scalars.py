@@ -45,7 +45,7 @@ def number_of(value: Any) -> float | None:
         return None
     try:
         return float(without_graph(value))
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
 
 
@@ -56,6 +56,8 @@ def without_graph(value: Any) -> Any:
 
 def described(value: Any) -> str:
     """Describes a value that is not a number, for an error."""
+    if isinstance(value, int):
+        return "one too large for a float"
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
