@@ -372,30 +372,31 @@ def test_too_little_shared_memory_for_workers_is_told_with_the_way_out(monkeypat
         take(loader, wake)
 
 
-class Leaky(Indices):
-    """A data set that leaves files open, after some samples as many as its process may have."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.open: list[Any] = getattr(self, "open", [])
-        resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-        with suppress(OSError):
-            while len(self.open) < 20 or self.num_read > 15:
-                self.open.append(open(os.devnull))  # noqa: SIM115
-        self.num_read += 1
-        return super().__getitem__(index)
-
-    num_read = 0
+def open_all(pipe: Any) -> None:
+    """Opens as many files as a process may have, but a few that it had to close."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+    opened: list[Any] = []
+    with suppress(OSError):
+        while True:
+            opened.append(open(os.devnull))  # noqa: SIM115
+    del opened[:3]
+    pipe.send("opened")
+    pipe.recv()
 
 
-@pytest.mark.usefixtures("unsignalled")
 def test_a_worker_process_that_may_open_no_more_files_is_told() -> None:
     """Its rank was started again and again, and then the samples were said to be deadly."""
-    loader, wake = loader_of(Leaky(10**9), num_workers=1)
-    loader.add(LeasedPart(id=1, epoch=0, offset=0, size=20))
-    take(loader, wake)
-    with pytest.raises(InvalidJob, match=r"num_workers\) has 200 files open, the most that it may \(ulimit -n\)"):
-        take(loader, wake)
-    loader.stop()
+    context = multiprocessing.get_context("fork")
+    pipe, others = context.Pipe()
+    worker = context.Process(target=open_all, args=(others,))
+    worker.start()
+    assert pipe.recv() == "opened"
+    told = lease_loader._of_workers(EOFError())
+    pipe.send("end")
+    worker.join()
+    assert isinstance(told, InvalidJob)
+    assert "(num_workers) has 200 files open, the most that it may (ulimit -n)" in str(told)
+    assert isinstance(lease_loader._of_workers(EOFError()), WorkerLost)
 
 
 @pytest.mark.parametrize(("length", "fits"), [(75, True), (76, False)])
