@@ -17,7 +17,7 @@ from elche_worker.model.step import _loss_of
 from elche_worker.rank.main import _described
 from elche_worker.session.session import Session
 from elche_worker.trainer.attached import checked_metrics
-from elche_worker.user.scalars import number_of
+from elche_worker.user.scalars import number_of, record_scalar
 
 
 @pytest.fixture
@@ -54,6 +54,15 @@ def test_metrics_of_a_loop_are_bounded() -> None:
         checked_metrics({"m" * 201: 0.0})
     with pytest.raises(Misuse, match="'n' is too large for a float"):
         checked_metrics({"n": 10**400})
+
+
+@pytest.mark.parametrize(
+    ("value", "what"), [("warm", "str"), (None, "NoneType"), (10**400, "one too large for a float")]
+)
+def test_a_scalar_that_is_no_number_is_named(value: Any, what: str) -> None:
+    """It was said that 'float' and 'str' cannot be added."""
+    with pytest.raises(ValueError, match=rf"record_scalar\('phase'\): the value must be a number, not {what}"):
+        record_scalar("phase", value)
 
 
 def returned_by_train_step(values: dict[Any, Any]) -> dict[str, Any]:
