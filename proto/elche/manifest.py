@@ -81,7 +81,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise InvalidJob(f"the checkpoint {folder} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise InvalidJob(f"{path} is not a manifest of an elche checkpoint, or is damaged") from None
+        raise InvalidJob(
+            f"{path} is not a manifest of an elche checkpoint, or is damaged: remove its folder, or resume from "
+            "another one by its folder"
+        ) from None
     if not is_sealed:
         raise InvalidJob(f"{path} is damaged: its checksum does not match; resume from an older checkpoint")
     if version != FORMAT:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from elche.manifest import write_manifest
+from elche.stopping import ONE_S
 from elche_client.events import JobResult, JobState
 from elche_client.local import job_run
 from elche_client.local.notifications import Interrupted
@@ -334,6 +335,7 @@ def test_a_second_ctrl_c_kills_at_once(place: Path) -> None:
         _read_until(process.stdout, "digits: training")
         process.send_signal(signal.SIGINT)
         wait_until((place / "out" / "asked").exists)
+        time.sleep(ONE_S)
         process.send_signal(signal.SIGINT)
         assert process.wait(LIMIT_S) == 130
     for pid in pids(place / "out"):

@@ -7,6 +7,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -18,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from elche.errors import ElcheError
+from elche.stopping import ONE_S
 from elche.v1 import agent_pb2, agent_pb2_grpc, job_pb2, job_pb2_grpc
 from elche_client import Client
 from elche_client.events import Checkpoint, Event, JobState, JobView, RoundReport
@@ -213,6 +215,7 @@ def test_a_second_signal_ends_a_coordinator_at_once(mark: Mark, tmp_path: Path, 
         eventually(lambda: isinstance(next(watch), RoundReport), "a round")
         one.process.send_signal(signal.SIGTERM)
         eventually(lambda: "make a checkpoint before" in one.log.read_text(), "it waits for the job")
+        time.sleep(ONE_S)
         one.process.send_signal(signal.SIGTERM)
         assert one.process.wait(400) == 0
         assert "has made no checkpoint in time" in one.log.read_text()

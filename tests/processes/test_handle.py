@@ -40,8 +40,10 @@ if __name__ == "__main__":
 
 
 def run(mark: Mark, path: Path) -> "subprocess.CompletedProcess[str]":
+    """Runs the file, beside which is one with the name of a package that elche imports."""
+    (path.parent / "click.py").write_text("raise ImportError('this is no package')\n")
     return subprocess.run(
-        [sys.executable, str(path)],
+        [sys.executable, "-W", "always::ResourceWarning", str(path)],
         cwd=path.parent,
         env=mark.environment(),
         capture_output=True,
@@ -54,6 +56,7 @@ def run(mark: Mark, path: Path) -> "subprocess.CompletedProcess[str]":
 def started(mark: Mark, path: Path) -> Any:
     done = run(mark, path)
     assert done.returncode == 0, done.stderr
+    assert "ResourceWarning: unclosed file <_io" not in done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -6,6 +6,7 @@ import queue
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ from typing import Any
 import grpc
 import pytest
 
+from elche import stopping
 from elche.v1 import agent_pb2, agent_pb2_grpc
+from elche_client.local.notifications import NotificationQueue, SignalReceived, forward_signals
 from elche_coordinator.lifecycle.stopping import Stop
 from elche_worker.agent import agent as module
 from elche_worker.agent.agent import Agent
@@ -71,6 +74,13 @@ def before(request: pytest.FixtureRequest) -> Iterator[signal.Handlers]:
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each signal is a request of its own."""
+    monkeypatch.setattr(stopping, "ONE_S", 0.0)
+
+
+@pytest.mark.usefixtures("one_by_one")
 def test_a_worker_whose_terminal_is_closed_leaves_in_order(before: signal.Handlers) -> None:
     """It was killed. The kernel and the shell may both say that it is closed, and who ends one sends SIGTERM, too:
     neither is an order to hurry.
@@ -87,6 +97,7 @@ def test_a_worker_whose_terminal_is_closed_leaves_in_order(before: signal.Handle
     assert calls.empty()
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_a_coordinator_whose_terminal_is_closed_stops_in_order(before: signal.Handlers) -> None:
     async def run() -> None:
         stop = Stop(exit_with_stdin=False)
@@ -106,6 +117,42 @@ def test_a_coordinator_whose_terminal_is_closed_stops_in_order(before: signal.Ha
             await stop.at_once.wait()
 
     asyncio.run(run())
+
+
+@pytest.mark.usefixtures("before")
+def test_two_signals_at_one_time_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`timeout` sends its signal to the command and to the command's group: a run, a worker and a coordinator that it
+    ended took the second for an order to hurry, and lost what they had trained since the last checkpoint.
+    """
+    monkeypatch.setattr(stopping, "ONE_S", 10_000.0)  # however long this process waits for a processor
+    notifications: NotificationQueue = queue.SimpleQueue()
+    with forward_signals(notifications, kill=lambda: pytest.fail("it hurries")):
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert notifications.get(timeout=400) == SignalReceived(number=signal.SIGTERM)
+    calls: queue.SimpleQueue[str] = queue.SimpleQueue()
+    leave_on_signals(lambda: calls.put("leave"))
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert calls.get(timeout=400) == "leave"
+
+    async def run() -> None:
+        stop = Stop(exit_with_stdin=False)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.01)
+        assert stop.asked.is_set()
+        assert not stop.at_once.is_set()
+
+    asyncio.run(run())
+    assert calls.empty()
+
+
+def test_a_signal_after_some_time_hurries() -> None:
+    signals = stopping.StopSignals()
+    assert [signals.hurries(number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM)] == [False] * 3
+    time.sleep(stopping.ONE_S)
+    assert [signals.hurries(number) for number in (signal.SIGHUP, signal.SIGTERM)] == [False, True]
 
 
 def test_ctrl_c_is_not_for_the_process_that_lists_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,14 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 import tempfile
 import threading
 import time
 from asyncio import CancelledError
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -368,6 +370,33 @@ def test_too_little_shared_memory_for_workers_is_told_with_the_way_out(monkeypat
     loader, wake = loader_of(Indices(10**9), num_workers=2)
     with pytest.raises(InvalidJob, match=r"/dev/shm on .* MiB left.*--shm-size.*num_workers to 0"):
         take(loader, wake)
+
+
+def open_all(pipe: Any) -> None:
+    """Opens as many files as a process may have, but a few that it had to close."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+    opened: list[Any] = []
+    with suppress(OSError):
+        while True:
+            opened.append(open(os.devnull))  # noqa: SIM115
+    del opened[:3]
+    pipe.send("opened")
+    pipe.recv()
+
+
+def test_a_worker_process_that_may_open_no_more_files_is_told() -> None:
+    """Its rank was started again and again, and then the samples were said to be deadly."""
+    context = multiprocessing.get_context("fork")
+    pipe, others = context.Pipe()
+    worker = context.Process(target=open_all, args=(others,))
+    worker.start()
+    assert pipe.recv() == "opened"
+    told = lease_loader._of_workers(EOFError())
+    pipe.send("end")
+    worker.join()
+    assert isinstance(told, InvalidJob)
+    assert "(num_workers) has 200 files open, the most that it may (ulimit -n)" in str(told)
+    assert isinstance(lease_loader._of_workers(EOFError()), WorkerLost)
 
 
 @pytest.mark.parametrize(("length", "fits"), [(75, True), (76, False)])

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from elche.errors import ElcheError
+from elche.stopping import StopSignals
 from elche_client.events import Event, JobResult
 from elche_client.transport.rank_output import RankOutput
 
@@ -136,16 +137,15 @@ def start_watch(handle: "JobHandle", put: Callable[[Notification], None]) -> Non
 
 @contextmanager
 def forward_signals(notifications: NotificationQueue, kill: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP goes to the queue; a second SIGINT or SIGTERM kills the processes and exits
-    at once. SIGHUP never hurries: it may come twice as a terminal is closed, and with SIGTERM as a session is ended.
+    """The first SIGINT, SIGTERM or SIGHUP goes to the queue; one that hurries kills the processes and exits at once.
     With SIGHUP writing to the terminal fails before the queue is read: `Interrupted` is raised then, too.
     """
     received: list[int] = []
+    stop_signals = StopSignals()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        hurries = number != signal.SIGHUP and any(one != signal.SIGHUP for one in received)
         received.append(number)
-        if hurries:
+        if stop_signals.hurries(number):
             kill()
             _show_cursor()
             os._exit(128 + number)

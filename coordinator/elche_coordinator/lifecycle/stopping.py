@@ -11,6 +11,7 @@ import sys
 import threading
 from contextlib import suppress
 
+from elche.stopping import StopSignals
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.jobs.managed_job import ManagedJob
 from elche_coordinator.core.messages.events import CheckpointRequested
@@ -30,25 +31,23 @@ class Stop:
     """
 
     def __init__(self, *, exit_with_stdin: bool) -> None:
-        """SIGTERM and SIGINT request a stop, a second of these or the end of standard input one at once. SIGHUP, of a
-        terminal that is closed, requests a stop and never hurries: who ends a session sends SIGTERM and SIGHUP
-        together. Under nohup it does nothing.
+        """Each signal requests a stop, and one that hurries, or the end of standard input, a stop at once. Under nohup
+        SIGHUP does nothing.
         """
-        self._is_told = False
+        self._signals = StopSignals()
         self.asked = asyncio.Event()
         self.at_once = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._on_signal, number)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            loop.add_signal_handler(signal.SIGHUP, self.asked.set)
+            loop.add_signal_handler(signal.SIGHUP, self._on_signal, signal.SIGHUP)
         if exit_with_stdin:
             threading.Thread(target=self._read_to_end, args=(loop,), daemon=True).start()
 
-    def _on_signal(self) -> None:
-        if self._is_told:
+    def _on_signal(self, number: int) -> None:
+        if self._signals.hurries(number):
             self.at_once.set()
-        self._is_told = True
         self.asked.set()
 
     def _read_to_end(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -21,6 +21,7 @@ from elche.logs import VARIABLE as LOG_VARIABLE
 from elche.network import DEFAULT_ADDRESS, split_addresses
 from elche.output import use_utf8
 from elche.selector import check_label
+from elche.stopping import StopSignals
 from elche.tls import VARIABLE
 from elche.token import FILE_VARIABLE, read_token
 from elche.v1 import agent_pb2
@@ -221,18 +222,13 @@ def serve(agent: "Agent", *, exit_with_stdin: bool) -> NoReturn:
 
 
 def leave_on_signals(leave: Callable[[], None]) -> None:
-    """Calls `leave` on a thread at the first signal, and at each SIGINT or SIGTERM after one of these. SIGHUP, as of a
-    terminal that is closed, never hurries: who ends a session sends SIGTERM and SIGHUP together. Under nohup it does
-    nothing.
-    """
-    is_leaving = is_told = False
+    """Calls `leave` on a thread at the first signal, and at each that hurries. Under nohup SIGHUP does nothing."""
+    is_leaving, stop_signals = False, StopSignals()
 
     def on_signal(number: int, _: object) -> None:
-        nonlocal is_leaving, is_told
-        hurries = number != signal.SIGHUP and is_told
-        is_told |= number != signal.SIGHUP
+        nonlocal is_leaving
         # On a thread: the handler interrupts this one at any line, also where it has locks that leaving needs.
-        if hurries or not is_leaving:
+        if stop_signals.hurries(number) or not is_leaving:
             threading.Thread(target=leave).start()
         is_leaving = True
 

@@ -1,7 +1,11 @@
 """Fetches the samples of a batch, in this process or a worker process, and reports errors of user code."""
 
+import fcntl
+import os
+import stat
 import traceback
 from collections.abc import Callable, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
 from typing import Any
@@ -11,11 +15,13 @@ from torch.utils.data import TensorDataset, default_collate, get_worker_info
 from elche.errors import InvalidJob
 from elche_worker.data.dataset import Shards
 from elche_worker.data.prefetch import Resident
+from elche_worker.data.unshared import Unshared
 from elche_worker.device.rng import host_seeded, seed_host
 from elche_worker.device.transfer import InParts, bounds_of
 from elche_worker.user.loading import UserCodeRaised, describe_raised
 
 Collate = Callable[[list[Any]], Any]
+OPEN_FILES = "/proc/self/fd"
 OF_ONE_THREAD = "can only be used in that same thread"
 """SQLite's words on a connection that another thread, or a process forked from it, uses."""
 
@@ -94,7 +100,8 @@ class Fetch:
         self._num_parts = num_parts if collate_fn else 1
         self._dataset = dataset
         self._seed = seed
-        self._collate_fn = collate_fn or default_collate
+        is_own = collate_fn is not None and collate_fn is not default_collate
+        self._collate_fn: Collate = Unshared(collate_fn) if collate_fn and is_own else default_collate
         self._file_name = file_name
         self._is_plain = collate_fn is None and type(dataset) in (TensorDataset, Resident)
         """True if whole batches of the data set's tensors are indexed at once."""
@@ -227,8 +234,28 @@ def begin_worker(of_user: Callable[[int], None] | None, worker: int) -> None:
     """Begins a worker process of a user's loader, whose `worker_init_fn` is `of_user`."""
     report_unpicklable()
     show_dataset()
+    open_again()
     if of_user is not None:
         of_user(worker)
+
+
+def open_again() -> None:
+    """Opens the files again that were open for reading when this worker process was forked. Otherwise it would share
+    their positions with its parent and the other workers, and between its `seek` and its `read` another one's `seek`
+    would have it read other samples.
+    """
+    if not os.path.isdir(OPEN_FILES):  # not on Linux
+        return
+    for name in os.listdir(OPEN_FILES):
+        number, path = int(name), os.path.join(OPEN_FILES, name)
+        with suppress(OSError):  # one that may not be opened again, such as with rights that the process had before
+            flags = fcntl.fcntl(number, fcntl.F_GETFL)
+            if number > 2 and flags & os.O_ACCMODE == os.O_RDONLY and stat.S_ISREG(os.fstat(number).st_mode):
+                position = os.lseek(number, 0, os.SEEK_CUR)
+                own = os.open(path, flags)
+                os.lseek(own, position, os.SEEK_SET)
+                os.dup2(own, number, inheritable=os.get_inheritable(number))
+                os.close(own)
 
 
 def show_dataset() -> None:

@@ -1,7 +1,9 @@
 """Fetches the batches of leased samples ahead of training, on a thread, in the order of the leases."""
 
 import errno
+import multiprocessing
 import os
+import resource
 import shutil
 import socket
 import tempfile
@@ -9,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.util import get_temp_dir
 from typing import Any
@@ -32,6 +34,8 @@ MAX_FOLDER_CHARS = 107 - len("/pymp-12345678/listener-12345678")
 """Most characters of the folder for temporary files: with what `multiprocessing` adds, the name of a Unix socket has at
 most 107.
 """
+FILES_OF_A_BATCH = 8
+"""Most files that a worker process has closed again when it could not send a batch, since it might open no more."""
 DEPTH = 4
 """Batches that each worker process fetches ahead: `prefetch_factor` of the `DataLoader`, which has 2 by default."""
 MAX_READY = 16
@@ -116,6 +120,12 @@ def _of_workers(error: BaseException) -> BaseException:
     """Converts an error of a loader with worker processes: their death, or no space for them. Errors of user code in a
     worker do not come here.
     """
+    if (limit := _all_files_open()) and not (isinstance(error, OSError) and error.errno == errno.ENOSPC):
+        return InvalidJob(
+            f"a worker process of the loader (num_workers) has {limit} files open, the most that it may (ulimit -n): "
+            "let the data set close what it opens for a sample, or give a higher limit where elche run or elche-worker "
+            "is started"
+        )
     is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
     if not is_full or not os.path.isdir(SHARED_MEMORY):
         return WorkerLost.of(error)
@@ -125,6 +135,16 @@ def _of_workers(error: BaseException) -> BaseException:
         f"{socket.gethostname()}, through which they send batches, has {free_mib} MiB left; if that is little, give it "
         "more (docker run --shm-size 1g; in compose shm_size), or set num_workers to 0"
     )
+
+
+def _all_files_open() -> int:
+    """The limit of open files that a worker process has reached, which then cannot send a batch; 0 if none has."""
+    for worker in multiprocessing.active_children():
+        with suppress(OSError):  # it has ended
+            limit, _ = resource.prlimit(worker.pid or 0, resource.RLIMIT_NOFILE)
+            if len(os.listdir(f"/proc/{worker.pid}/fd")) >= limit - FILES_OF_A_BATCH:
+                return limit
+    return 0
 
 
 def _check_temporary_folder() -> None:

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from itertools import pairwise
 from typing import Any
 
@@ -23,26 +23,38 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """The same structure, of the same types, with its tensors on the device. Objects with a method `to` are moved by
     it; other objects without tensors are returned unchanged.
     """
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if _moves_itself(batch):
-        moved = batch.to(device)
-        return batch if moved is None else moved
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(device, non_blocking=True)
+        there = value.to(device) if moves_itself(value) else None
+        return value if there is None else there
+
+    return of_each_value(batch, moved)
+
+
+def of_each_value(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The same structure, of the same types, with what `change` makes of each tensor, of each object with a method
+    `to`, and of each other object that is no container.
+    """
+    if isinstance(batch, torch.Tensor) or moves_itself(batch):
+        return change(batch)
     if isinstance(batch, Mapping):
-        return like_mapping(batch, {key: to_device(value, device) for key, value in batch.items()})
+        return like_mapping(batch, {key: of_each_value(value, change) for key, value in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return type(batch)(*(of_each_value(value, change) for value in batch))
     if isinstance(batch, list | tuple):
-        return like_sequence(batch, [to_device(value, device) for value in batch])
+        return like_sequence(batch, [of_each_value(value, change) for value in batch])
     if _is_dataclass(batch):
-        moved = copy.copy(batch)
+        changed = copy.copy(batch)
         for one in dataclasses.fields(batch):
-            object.__setattr__(moved, one.name, to_device(getattr(batch, one.name), device))
-        return moved
-    return batch
+            object.__setattr__(changed, one.name, of_each_value(getattr(batch, one.name), change))
+        return changed
+    return change(batch)
 
 
-def _moves_itself(batch: Any) -> bool:
+def moves_itself(batch: Any) -> bool:
+    """True of an object with a method `to`, which moves it to a device."""
     return callable(getattr(type(batch), "to", None))  # on the type: a mapping may have a key `to` as an attribute
 
 
@@ -88,7 +100,7 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
     elif isinstance(batch, list | tuple):
         for value in batch:
             yield from tensors_in(value)
-    elif _is_dataclass(batch) or (_moves_itself(batch) and not isinstance(batch, torch.nn.Module)):
+    elif _is_dataclass(batch) or (moves_itself(batch) and not isinstance(batch, torch.nn.Module)):
         for value in list(getattr(batch, "__dict__", {}).values()):
             if isinstance(value, torch.Tensor | Mapping | list | tuple) or _is_dataclass(value):
                 yield from tensors_in(value)

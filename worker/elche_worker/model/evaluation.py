@@ -15,10 +15,10 @@ from elche_worker.device.faults import is_out_of_memory
 from elche_worker.device.rng import seeded
 from elche_worker.device.transfer import to_device
 from elche_worker.model.modes import evaluating
-from elche_worker.model.step import MAX_METRICS
+from elche_worker.model.step import named
 from elche_worker.model.trial import unchanged
 from elche_worker.user.job import JobDefinition
-from elche_worker.user.scalars import MAX_NAME_CHARS, Sum, described, number_of, take_scalars
+from elche_worker.user.scalars import Sum, described, number_of, take_scalars
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,17 +189,7 @@ def _named(returned: Any, function: str, file_name: str) -> dict[str, Any]:
     """Checks that a function returned a mapping, and returns it with names as texts. Raises `InvalidJob`."""
     if not isinstance(returned, Mapping):
         raise InvalidJob(f"{file_name}: {function}() must return a dict of numbers, not {type(returned).__name__}")
-    if len(returned) > MAX_METRICS:
-        raise InvalidJob(
-            f"{file_name}: {function}() returned {len(returned)} metrics; at most {MAX_METRICS} are possible"
-        )
-    for key in returned:
-        if len(str(key)) > MAX_NAME_CHARS:
-            raise InvalidJob(
-                f"{file_name}: {function}() returned a metric whose name has {len(str(key))} characters; at most "
-                f"{MAX_NAME_CHARS} are possible: {str(key)[:40]!r}..."
-            )
-    return {str(key): value for key, value in returned.items()}
+    return named(returned, function, file_name)
 
 
 def _numbers(returned: Any, function: str, file_name: str) -> dict[str, float]:

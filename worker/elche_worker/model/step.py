@@ -21,7 +21,7 @@ from elche_worker.model.savable import check_steps, needs_closure, problem_of_mo
 from elche_worker.model.trial import unchanged
 from elche_worker.user.job import JobDefinition
 from elche_worker.user.loading import refused
-from elche_worker.user.scalars import Sum, described, number_of, take_scalars
+from elche_worker.user.scalars import MAX_NAME_CHARS, Sum, described, number_of, take_scalars
 
 MAX_METRICS = 1000
 """Most metrics or recorded values of one function, to bound reports."""
@@ -444,9 +444,7 @@ def _cut(data: Any, size: int, start: int, end: int) -> Any:
 
 def _loss_of(returned: Any, file_name: str, *, needs_grad: bool = True) -> tuple[torch.Tensor, dict[str, Sum]]:
     """The loss in the result of the train step, and the scalars besides it. Raises `InvalidJob`."""
-    values = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
-    if len(values) > MAX_METRICS:
-        raise InvalidJob(f"{file_name}: train_step() returned {len(values)} values; at most {MAX_METRICS} are possible")
+    values = named(returned if isinstance(returned, Mapping) else {"loss": returned}, "train_step", file_name)
     loss = values.pop("loss", None)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -460,6 +458,21 @@ def _loss_of(returned: Any, file_name: str, *, needs_grad: bool = True) -> tuple
             "was computed, without backward(), step(), detach() or item(), which are elche's part"
         )
     return loss, {name: (_plain(name, value, file_name), 1) for name, value in values.items()}
+
+
+def named(returned: Mapping[Any, Any], function: str, file_name: str) -> dict[str, Any]:
+    """What a function returned, with names as texts. Raises `InvalidJob` for too many or too long names."""
+    if len(returned) > MAX_METRICS:
+        raise InvalidJob(
+            f"{file_name}: {function}() returned {len(returned)} metrics; at most {MAX_METRICS} are possible"
+        )
+    for key in returned:
+        if len(str(key)) > MAX_NAME_CHARS:
+            raise InvalidJob(
+                f"{file_name}: {function}() returned a metric whose name has {len(str(key))} characters; at most "
+                f"{MAX_NAME_CHARS} are possible: {str(key)[:40]!r}..."
+            )
+    return {str(key): value for key, value in returned.items()}
 
 
 def _plain(name: str, value: Any, file_name: str) -> float | torch.Tensor:

@@ -36,7 +36,8 @@ class Handle:
     def __init__(self, job: JobDefinition, arguments: list[str]) -> None:
         self._job = job
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "elche_client", "run", *arguments, "--events", "--no-logs"],
+            # With -P, since `-m` would import from the working directory first, such as a user's own queue.py.
+            [sys.executable, "-P", "-m", "elche_client", "run", *arguments, "--events", "--no-logs"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -134,24 +135,27 @@ class Handle:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            event = json.loads(line)
-            kind = event.pop("event")
-            if kind == "view":
-                self._view = event
-            match kind:
-                case "view" if event["ranks"] and not self._started.is_set():
-                    self._devices = tuple(rank["device"] for rank in event["ranks"])
-                    self._started.set()
-                case "epoch":
-                    self._add_epoch(event)
-                # the final model's evaluation may be in the middle of an epoch, which is not reported
-                case "evaluation" if event["epoch"] in self._epochs:
-                    self._put(self._epochs.pop(event["epoch"]), event["metrics"])
-                case "result":
-                    self._result = event
+        with self._process.stdout as lines:
+            for line in lines:
+                self._note(json.loads(line))
         self._started.set()
         self._metrics.put(None)
+
+    def _note(self, event: dict[str, Any]) -> None:
+        kind = event.pop("event")
+        if kind == "view":
+            self._view = event
+        match kind:
+            case "view" if event["ranks"] and not self._started.is_set():
+                self._devices = tuple(rank["device"] for rank in event["ranks"])
+                self._started.set()
+            case "epoch":
+                self._add_epoch(event)
+            # the final model's evaluation may be in the middle of an epoch, which is not reported
+            case "evaluation" if event["epoch"] in self._epochs:
+                self._put(self._epochs.pop(event["epoch"]), event["metrics"])
+            case "result":
+                self._result = event
 
     def _add_epoch(self, epoch: dict[str, Any]) -> None:
         if self._job.has_evaluation:
@@ -178,7 +182,8 @@ class Handle:
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
-        self._errors.extend(line for line in self._process.stderr if line.strip())
+        with self._process.stderr as lines:
+            self._errors.extend(line for line in lines if line.strip())
 
 
 def start(job: JobDefinition, *, ranks: int, device: str, slow: Mapping[int, float], out: str | None) -> Handle:

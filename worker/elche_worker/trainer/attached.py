@@ -425,6 +425,8 @@ def checked_metrics(metrics: Mapping[str, Any], call: str = "report()") -> dict[
             raise Misuse(f"{call}: {name!r} must be a number, not a tensor of shape {tuple(value.shape)}")
         try:
             numbers[name] = float(without_graph(value))
+        except OverflowError:
+            raise Misuse(f"{call}: {name!r} is too large for a float") from None
         except (TypeError, ValueError):
             raise Misuse(f"{call}: {name!r} must be a number, not {value!r}") from None
     return numbers

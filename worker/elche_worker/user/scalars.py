@@ -18,12 +18,17 @@ _recorded: dict[str, Sum] = {}
 def record_scalar(name: str, value: float | torch.Tensor) -> None:
     """Records a value under a name; the epoch's mean over all ranks is reported. Does not synchronise for a tensor.
 
-    Raises `ValueError` for a tensor with more or less than one value, and for names that are too many or too long.
+    Raises `ValueError` for a tensor with more or less than one value, for what is no number, and for names that are too
+    many or too long.
     """
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise ValueError(f"record_scalar({name!r}): a tensor of shape {tuple(value.shape)} is not a scalar")
         value = value.detach().reshape(())
+    elif (number := number_of(value)) is None:
+        raise ValueError(f"record_scalar({name!r}): the value must be a number, not {described(value)}")
+    else:
+        value = number
     if name not in _recorded:
         _check_name(name)
     total, count = _recorded.get(name, (0.0, 0))
@@ -45,7 +50,7 @@ def number_of(value: Any) -> float | None:
         return None
     try:
         return float(without_graph(value))
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
 
 
@@ -56,6 +61,8 @@ def without_graph(value: Any) -> Any:
 
 def described(value: Any) -> str:
     """Describes a value that is not a number, for an error."""
+    if isinstance(value, int):
+        return "one too large for a float"
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
