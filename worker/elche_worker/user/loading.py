@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from elche.errors import ElcheError, InvalidJob
+from elche.errors import ElcheError, HelpShown, InvalidJob
 from elche.output import add_flush, use_empty_input
 from elche.package import package_of
 from elche.script import check_module
@@ -30,6 +30,8 @@ class UserCodeRaised(ElcheError):
         self.traceback = traceback_text
 
 
+ASK_FOR_HELP = frozenset({"-h", "--help", "--version"})
+"""Arguments at which a script prints something, and ends."""
 _script_pid = 0
 """Process id of the process that runs a user's file as a script, if any."""
 
@@ -107,7 +109,8 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
     except BaseException as error:
         leave_if_forked(error)
         if isinstance(error, SystemExit):  # argparse has said why
-            raise InvalidJob(
+            is_answer = not error.code and not ASK_FOR_HELP.isdisjoint(sys.argv[1:])
+            raise (HelpShown if is_answer else InvalidJob)(
                 f"{file_name} ended itself (SystemExit: {message_of(error)}) before all of it was run: its own "
                 "arguments come after --, as in `elche run FILE -- --lr 0.1`, and what ends a script belongs under "
                 "`if __name__ == '__main__':`"
