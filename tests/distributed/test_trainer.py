@@ -28,6 +28,24 @@ from support.loops import (
 )
 from support.worlds import Worlds
 
+# Gradients
+
+
+def test_gradients_from_before_setup_are_not_in_the_first_step() -> None:
+    """Those of a search for the learning rate were, if the loop's `zero_grad()` had come first, and was left out."""
+    models = [new_model(), new_model()]
+    models[1].load_state_dict(models[0].state_dict())
+    inputs, labels = samples(8).tensors
+    for model, is_left in zip(models, (False, True), strict=True):
+        if is_left:
+            cross_entropy(model(inputs), labels).backward()
+        trainer = Trainer.setup(model, new_optimizer(model))
+        cross_entropy(model(inputs), labels).backward()
+        trainer.step()
+        trainer.close()
+    assert torch.equal(flat(models[0]), flat(models[1]))
+
+
 # Buffers
 
 
