@@ -17,8 +17,8 @@ HASH_SEED = "PYTHONHASHSEED"
 made of `set(text)` would give each rank, and each resumed training, other numbers.
 """
 LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
-"""By default PyTorch's C++ code logs a stack when the process of rank 0, which has a loop's store, has ended, though the
-others go on without it.
+"""By default PyTorch's C++ code logs a stack when the process of rank 0, which has a loop's store, has ended, though
+the others go on without it.
 """
 
 
