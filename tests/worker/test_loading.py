@@ -88,7 +88,8 @@ def test_a_file_that_ends_itself_is_told_where_its_arguments_belong() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "code", "kind"), [("-h", 0, HelpShown), ("-h", 1, InvalidJob), ("x", 0, InvalidJob)]
+    ("argument", "code", "kind"),
+    [("-h", 0, HelpShown), ("-h", 1, HelpShown), ("-h", 2, InvalidJob), ("x", 0, InvalidJob)],
 )
 def test_a_file_that_was_asked_for_its_help_and_has_shown_it_has_no_fault(
     monkeypatch: pytest.MonkeyPatch, argument: str, code: int, kind: type[Exception]
@@ -97,6 +98,17 @@ def test_a_file_that_was_asked_for_its_help_and_has_shown_it_has_no_fault(
     monkeypatch.setattr(sys, "argv", ["train.py", argument])
     with pytest.raises(InvalidJob) as raised:
         load_job(f"raise SystemExit({code})\njob = 1", "train.py")
+    assert type(raised.value) is kind
+
+
+@pytest.mark.parametrize(("argument", "kind"), [("--help", HelpShown), ("x", InvalidJob)])
+def test_a_main_that_returns_nothing_after_its_help_has_no_fault(
+    monkeypatch: pytest.MonkeyPatch, argument: str, kind: type[Exception]
+) -> None:
+    """As click's with `standalone_mode=False`."""
+    monkeypatch.setattr(sys, "argv", ["train.py", argument])
+    with pytest.raises(InvalidJob) as raised:
+        load_job("job = 0", "train.py")
     assert type(raised.value) is kind
 
 

@@ -56,6 +56,10 @@ def leave_if_forked(error: BaseException) -> None:
     os._exit(0 if is_in_order else 1)
 
 
+def _is_asked_for_help() -> bool:
+    return not ASK_FOR_HELP.isdisjoint(sys.argv[1:])
+
+
 _is_loading = False
 """True while a user's file is run for its `job`."""
 
@@ -109,8 +113,8 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
     except BaseException as error:
         leave_if_forked(error)
         if isinstance(error, SystemExit):  # argparse has said why
-            is_answer = not error.code and not ASK_FOR_HELP.isdisjoint(sys.argv[1:])
-            raise (HelpShown if is_answer else InvalidJob)(
+            is_answer = error.code in (None, 0, 1)  # 1: as absl ends after its help
+            raise (HelpShown if is_answer and _is_asked_for_help() else InvalidJob)(
                 f"{file_name} ended itself (SystemExit: {message_of(error)}) before all of it was run: its own "
                 "arguments come after --, as in `elche run FILE -- --lr 0.1`, and what ends a script belongs under "
                 "`if __name__ == '__main__':`"
@@ -255,5 +259,7 @@ def _job_of(module: ModuleType, file_name: str, name: str = "job") -> JobDefinit
         named = f"names its job {' and '.join(others)}, and " if others else ""
         raise InvalidJob(f"{file_name} {named}{NO_JOB.format(name)}")
     if not isinstance(job, JobDefinition):
-        raise InvalidJob(f"{file_name}: `{name}` must be a TrainingJob, not {type(job).__name__}")
+        # click returns from a main with standalone_mode=False when it has shown its help.
+        kind = HelpShown if _is_asked_for_help() else InvalidJob
+        raise kind(f"{file_name}: `{name}` must be a TrainingJob, not {type(job).__name__}")
     return job
