@@ -11,6 +11,10 @@ class InvalidJob(ElcheError):
     """A job file, option or request is not valid. Nothing was started or changed."""
 
 
+class HelpShown(InvalidJob):
+    """A job file was asked for its help, which it has printed, and has ended. There is nothing more to say."""
+
+
 class HostAway(InvalidJob):
     """The host that has a file is not connected, or has gone while it sent the file. It may come back."""
 

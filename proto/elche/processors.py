@@ -1,4 +1,6 @@
-"""The environment of ranks: how many threads compute besides other ranks of the host, and how Python hashes strings."""
+"""The environment of ranks: how many threads compute besides other ranks of the host, how Python hashes strings, and
+what PyTorch logs.
+"""
 
 from collections.abc import Mapping
 
@@ -14,6 +16,10 @@ HASH_SEED = "PYTHONHASHSEED"
 """By default Python hashes strings differently in each process, so that sets have another order: a vocabulary that is
 made of `set(text)` would give each rank, and each resumed training, other numbers.
 """
+LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+"""By default PyTorch's C++ code logs a stack when the process of rank 0, which has a loop's store, has ended, though
+the others go on without it.
+"""
 
 
 def threads_per_rank(num_ranks: int, num_processors: int | None = None) -> int:
@@ -28,7 +34,7 @@ def threads_per_rank(num_ranks: int, num_processors: int | None = None) -> int:
 
 def environment_of_ranks(num_ranks: int, given: Mapping[str, str]) -> dict[str, str]:
     """Environment variables that Python and libraries read when they are loaded; those in `given` are kept."""
-    wanted = {THREADS: str(threads_per_rank(num_ranks)), HASH_SEED: "0"}
+    wanted = {THREADS: str(threads_per_rank(num_ranks)), HASH_SEED: "0", LOG_LEVEL: "ERROR"}
     if WAITING not in given:
         wanted[SPINNING] = str(SPINS)
     return {name: given.get(name, text) for name, text in wanted.items()}

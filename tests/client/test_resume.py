@@ -107,6 +107,7 @@ def write_run(folder: Path, *, loop: bool = False, **record: Any) -> Path:
     (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "checksum": checksum(manifest)}))
     (checkpoint / SOURCE).write_text("job = 'then'")
     command = {"name": "mine", "arguments": ["--then"], "environment": {"A": "then", "B": "then"}}
+    command["slow_factors"] = {"1": 2.3, "2": 3.0}
     (folder / COMMAND).write_text(json.dumps(command))
     (folder / resume.RECORD).write_text(json.dumps({"state": "cancelled", "epochs": 1, **record}))
     return checkpoint
@@ -123,7 +124,12 @@ def test_what_is_asked_for_wins_over_what_the_checkpoint_was_made_with(
     checkpoint = write_run(tmp_path)
     assert go_on(tmp_path, JobOptions()) == 0
     mine = JobOptions(
-        num_ranks=3, settings={"anchor": 9, "seed": 1}, name="another", arguments=("--now",), environment={"A": "now"}
+        num_ranks=3,
+        slow_factors={2: 1.5},
+        settings={"anchor": 9, "seed": 1},
+        name="another",
+        arguments=("--now",),
+        environment={"A": "now"},
     )
     assert go_on(tmp_path, mine) == 0
     (kind, as_before, _), (_, as_asked, _) = begun
@@ -131,6 +137,7 @@ def test_what_is_asked_for_wins_over_what_the_checkpoint_was_made_with(
     assert as_before == JobOptions(
         resume=str(checkpoint),
         num_ranks=2,
+        slow_factors={1: 2.3},  # there is no rank 2 any more
         settings={"batch_size": 8, "anchor": 4},
         name="mine",
         arguments=("--then",),
@@ -139,6 +146,7 @@ def test_what_is_asked_for_wins_over_what_the_checkpoint_was_made_with(
     assert as_asked == JobOptions(
         resume=str(checkpoint),
         num_ranks=3,
+        slow_factors={2: 1.5},
         settings={"batch_size": 8, "anchor": 9, "seed": 1},
         name="another",
         arguments=("--now",),

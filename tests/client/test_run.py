@@ -228,6 +228,13 @@ def test_a_file_that_the_check_refuses(place: Path) -> None:
     assert not (place / "runs").exists()
 
 
+def test_a_file_that_shows_its_help_is_all_that_is_shown(place: Path) -> None:
+    """`elche run train.py -- --help` said then that the file had ended itself, with code 2."""
+    for done in (run(place, CHECK="shows help"), run(place, "--json", CHECK="shows help")):
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        assert not (place / "runs").exists()
+
+
 def test_a_check_that_crashes(place: Path) -> None:
     done = run(place, CHECK="crashes")
     assert done.returncode == 2
@@ -247,7 +254,7 @@ def test_submit_checks_the_file_where_a_worker_is_installed(place: Path) -> None
     jobs = ScriptedJobs()
     with serving(jobs) as address:
         command = [*ELCHE, "submit", "digits.py", "--coordinator", address]
-        for check, code in (("refuses", 2), ("", 0)):
+        for check, code in (("refuses", 2), ("shows help", 0), ("", 0)):
             done = subprocess.run(
                 command, cwd=place, env=environment(place, CHECK=check), check=False, capture_output=True, text=True
             )

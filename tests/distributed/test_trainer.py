@@ -3,6 +3,8 @@
 import copy
 import os
 import weakref
+from contextlib import redirect_stderr
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -27,6 +29,41 @@ from support.loops import (
     train_alone,
 )
 from support.worlds import Worlds
+
+# Gradients
+
+
+def test_gradients_from_before_setup_are_not_in_the_first_step() -> None:
+    """Those of a search for the learning rate were, if the loop's `zero_grad()` had come first, and was left out."""
+    models = [new_model(), new_model()]
+    models[1].load_state_dict(models[0].state_dict())
+    inputs, labels = samples(8).tensors
+    for model, is_left in zip(models, (False, True), strict=True):
+        if is_left:
+            cross_entropy(model(inputs), labels).backward()
+        trainer = Trainer.setup(model, new_optimizer(model))
+        cross_entropy(model(inputs), labels).backward()
+        trainer.step()
+        trainer.close()
+    assert torch.equal(flat(models[0]), flat(models[1]))
+
+
+def set_many_loaders() -> int:
+    model = new_model()
+    with redirect_stderr(StringIO()) as told:
+        trainer = Trainer.setup(model, new_optimizer(model))
+        for epoch in range(3):
+            trainer.set_data_loader(DataLoader(samples(16), batch_size=8), names=NAMES)
+            for batch in trainer.epoch(epoch):
+                cross_entropy(model(batch["inputs"]), batch["labels"]).backward()
+                trainer.step()
+    return told.getvalue().count("ranks divide every batch by their speed")
+
+
+def test_a_loader_for_each_epoch_is_not_told_each_time(worlds: Worlds) -> None:
+    """As in a curriculum, whose data set grows."""
+    assert worlds.run(2, set_many_loaders) == [1, 0]
+
 
 # Buffers
 

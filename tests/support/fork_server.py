@@ -108,6 +108,7 @@ OWN = {
         "GRPC_ENABLE_FORK_SUPPORT": "false",
         "GOMP_SPINCOUNT": "1000",
         "PYTHONHASHSEED": "0",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     },
 }
 

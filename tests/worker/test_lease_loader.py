@@ -332,6 +332,24 @@ def test_a_data_set_is_told_the_epoch_of_its_samples(num_workers: int, is_in_ste
     assert [set(one.data.tolist()) for one in taken] == [{epoch} for epoch in epochs for _ in range(3)]
 
 
+def test_what_a_callback_tells_a_data_set_does_not_reach_samples_of_another_epoch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`epoch_fn` that called `set_epoch`, as scripts do: it came while samples of the next epoch were fetched, in
+    silence.
+    """
+    dataset = Told(10**9)
+    for _ in range(2):  # the second time as after a checkpoint
+        loader, wake = loader_of(dataset)
+        loader.add(LeasedPart(id=1, epoch=1, offset=0, size=10))
+        assert take(loader, wake).data.unique().tolist() == [1]
+        dataset.set_epoch(0)
+        loader.add(LeasedPart(id=2, epoch=1, offset=10, size=10))
+        assert take(loader, wake).data.unique().tolist() == [1]
+        loader.stop()
+    assert capsys.readouterr().err.count("set_epoch() of the data set is without effect here") == 1
+
+
 class Asking(Indices):
     """A data set that asks its worker process for the data set."""
 

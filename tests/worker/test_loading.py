@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elche.errors import InvalidJob
+from elche.errors import HelpShown, InvalidJob
 from elche_worker.rank.check import check
 from elche_worker.user.loading import UserCodeRaised, load_job
 
@@ -85,6 +85,31 @@ def test_a_file_that_ends_itself_is_told_where_its_arguments_belong() -> None:
     """argparse says which it lacks; a traceback of argparse said no more."""
     with pytest.raises(InvalidJob, match=r"^train.py ended itself \(SystemExit: 2\) .* arguments come after --"):
         load_job("raise SystemExit(2)\njob = 1", "train.py")
+
+
+@pytest.mark.parametrize(
+    ("argument", "code", "kind"),
+    [("-h", 0, HelpShown), ("-h", 1, HelpShown), ("-h", 2, InvalidJob), ("x", 0, InvalidJob)],
+)
+def test_a_file_that_was_asked_for_its_help_and_has_shown_it_has_no_fault(
+    monkeypatch: pytest.MonkeyPatch, argument: str, code: int, kind: type[Exception]
+) -> None:
+    """`elche run train.py -- --help` went on with a message about arguments, and ended with code 2."""
+    monkeypatch.setattr(sys, "argv", ["train.py", argument])
+    with pytest.raises(InvalidJob) as raised:
+        load_job(f"raise SystemExit({code})\njob = 1", "train.py")
+    assert type(raised.value) is kind
+
+
+@pytest.mark.parametrize(("argument", "kind"), [("--help", HelpShown), ("x", InvalidJob)])
+def test_a_main_that_returns_nothing_after_its_help_has_no_fault(
+    monkeypatch: pytest.MonkeyPatch, argument: str, kind: type[Exception]
+) -> None:
+    """As click's with `standalone_mode=False`."""
+    monkeypatch.setattr(sys, "argv", ["train.py", argument])
+    with pytest.raises(InvalidJob) as raised:
+        load_job("job = 0", "train.py")
+    assert type(raised.value) is kind
 
 
 def test_a_file_that_sets_a_default_device_is_told_what_to_do_instead() -> None:

@@ -117,6 +117,17 @@ def test_a_job_without_a_coordinator_has_it_too() -> None:
     assert seen == [{"begun": 1}, {"begun": 2}]
 
 
+def test_a_job_without_a_coordinator_knows_its_progress() -> None:
+    seen = []
+    job = replace(
+        JOB, epochs=2,
+        epoch_fn=lambda rank, epoch: seen.append(rank.progress.fraction),
+        metrics_fn=lambda metrics: seen.append(this_rank().progress.fraction),
+    )  # fmt: skip
+    train_alone(job, device="cpu")
+    assert seen == [0.0, 0.5, 0.5, 1.0]
+
+
 # Refused, before training
 
 

@@ -540,6 +540,33 @@ def test_what_after_round_changes_stays_in_the_result_and_beside_newer_steps(wor
     assert torch.allclose(weight(first) - weight(second), newer_steps, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
+def test_after_round_sees_the_same_progress_on_all_ranks(world: Make, averaging: str) -> None:
+    """A mean of the weights that began in a certain epoch began in other rounds on each rank: a slow one had made no
+    batch of that epoch.
+    """
+    seen: dict[int, list[int]] = {}
+
+    def after_round(model: Any, version: int) -> None:
+        (view,) = (rank.replica.view for rank in ranks.ranks if rank.replica.model is model)
+        seen.setdefault(version, []).append(view.progress.samples)
+
+    ranks = world(2, averaging=averaging, after_round=after_round)
+    first, second = ranks.ranks
+    ranks.round(1)
+    for version, batches in ((2, (1, 3)), (3, (2, 1))):
+        first.train(batches[0])
+        second.train(batches[1])
+        ranks.all(lambda at, rank, version=version: rank.enter(version))
+        if averaging == "overlapped":
+            first.train(1)
+        ranks.all(lambda at, rank: rank.replica.apply_result())
+    assert seen == {2: [4 * BATCH_SIZE] * 2, 3: [(7 + (averaging == "overlapped")) * BATCH_SIZE] * 2}
+    assert second.replica.view.progress.samples == first.replica.view.progress.samples - (
+        BATCH_SIZE if averaging == "overlapped" else 0
+    )
+
+
 # The audit
 
 

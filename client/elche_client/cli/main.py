@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from elche.errors import ElcheError, JobFailed
+from elche.errors import ElcheError, HelpShown, JobFailed
 from elche.output import open_standard_streams, take_any_text, use_utf8
 from elche_client.cli import jobs
 from elche_client.cli.certs import certs
@@ -69,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(error.format_message())
     except JobFailed as error:
         return _refuse(str(error), error.traceback, exit_code=2 if error.invalid else 1)
+    except HelpShown:
+        return 0
     except ElcheError as error:
         return _refuse(str(error))
     except (click.Abort, KeyboardInterrupt):

@@ -31,7 +31,15 @@ from elche_client.options import JobOptions
 DEPTH = 4
 """Number of folders above a checkpoint that are searched for its run's folder."""
 RECORD = "record.json"
-COMMAND_TYPES = {"file": str, "name": str, "resume": str, "settings": dict, "arguments": list, "environment": dict}
+COMMAND_TYPES = {
+    "file": str,
+    "name": str,
+    "resume": str,
+    "settings": dict,
+    "arguments": list,
+    "environment": dict,
+    "slow_factors": dict,
+}
 
 
 def resume_job(job_id: str, options: JobOptions, address: str, *, as_json: bool) -> int:
@@ -91,6 +99,8 @@ def resume_here(
         arguments=options.arguments or tuple(command.get("arguments", ())),
         environment={**command.get("environment", {}), **options.environment},
     )
+    there = {rank: factor for rank, factor in _slow_factors(command).items() if rank < options.num_ranks}
+    options = replace(options, slow_factors=options.slow_factors or there)
     path = file or _source(folder, Path(manifest["file_name"]))
     print_notice(f"resuming from {folder}")
     return kind(path=path, options=options, device=device, out=out, as_json=as_json, shows_logs=shows_logs).run()
@@ -105,9 +115,18 @@ def _read_above(checkpoint: Path, name: str) -> dict[str, Any]:
     return {}
 
 
+def _slow_factors(command: dict[str, Any]) -> dict[int, float]:
+    """The ranks that a run's command slows, and the factors. Raises `ValueError` or `TypeError` for others."""
+    return {int(rank): float(factor) for rank, factor in command.get("slow_factors", {}).items()}
+
+
 def _is_command(command: dict[str, Any]) -> bool:
     """True if what is there of a run's command has the right types, and its texts are such as a file system has."""
     if not all(isinstance(command.get(name, type_()), type_) for name, type_ in COMMAND_TYPES.items()):
+        return False
+    try:
+        _slow_factors(command)
+    except (ValueError, TypeError):
         return False
     environment = command.get("environment", {})
     texts = [command.get("file", ""), *command.get("arguments", ()), *environment, *environment.values()]
@@ -162,7 +181,7 @@ def replay_run(
     try:
         command: dict[str, Any] = json.loads((folder / COMMAND).read_text(encoding="utf-8"))
         recording = (folder / CADENCE).read_bytes()
-        slow_factors = {int(rank): float(factor) for rank, factor in command["slow_factors"].items()}
+        slow_factors = _slow_factors(command)
         settings, num_ranks = command["settings"], int(command["num_ranks"])
         resume, path = command["resume"], Path(command["file"])
         JobSpec.FromString(recording)

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from elche.errors import InvalidJob, JobFailed
+from elche.errors import HelpShown, InvalidJob, JobFailed
 from elche_client.display.formatting import printable
 from elche_client.local.notifications import NotificationQueue, ProcessExited, next_notification
 from elche_client.local.processes import ChildProcess, ChildProcesses, exit_error, signal_name
@@ -52,7 +52,7 @@ def check_file(
     notifications: NotificationQueue,
     processes: ChildProcesses,
 ) -> CheckReport:
-    """Checks the file in its own process. Raises `InvalidJob`, or `JobFailed` with the user's traceback.
+    """Checks the file in its own process. Raises `InvalidJob`, `JobFailed` with the user's traceback, or `HelpShown`.
 
     `device` is the kind of this machine's devices to use; None if the job runs elsewhere. `folder` is the ranks'
     working directory, which is sent with the file; None: this process's.
@@ -129,4 +129,6 @@ def read_report(line: str, code: int, path: Path) -> CheckReport:
         how = f"exited with code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
         last = f": {printable(line)}" if line else ""
         raise InvalidJob(f"{path} could not be checked, the process that loaded it {how}{last}") from None
+    if report.get("has_answered"):
+        raise HelpShown(error)
     raise JobFailed(error, traceback=traceback, invalid=True)

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
-from elche.errors import ElcheError, InvalidJob, JobFailed, Unreachable
+from elche.errors import ElcheError, HelpShown, InvalidJob, JobFailed, Unreachable
 from elche.folders import keep_out
 from elche.manifest import SOURCE, checkpoints_in
 from elche.output import outlive_readers
@@ -126,6 +126,8 @@ class LocalRun:
         except Interrupted as interrupted:
             result = JobResult(state=JobState.CANCELLED, error=str(interrupted))
             code = interrupted.exit_code
+        except HelpShown:
+            return 0
         except ElcheError as error:
             result, code = _result_of(error)
         self._write_late_lines()

@@ -20,6 +20,9 @@ match os.environ.get("CHECK"):
     case "refuses":
         refusal = {"ok": False, "error": "there is no `job` in it", "traceback": "Traceback ...\nNameError: x"}
         print("checked", 2, json.dumps(refusal), flush=True)
+    case "shows help":
+        answer = {"ok": False, "error": "ended itself", "has_answered": True}
+        print("checked", 2, json.dumps(answer), flush=True)
     case "crashes":
         print("checked", -9, "", flush=True)
     case "hangs":

@@ -10,6 +10,9 @@ print("the user's own print")
 if os.environ.get("CHECK") == "refuses":
     print(json.dumps({"ok": False, "error": "there is no `job` in it", "traceback": "Traceback ...\nNameError: x"}))
     sys.exit(2)
+if os.environ.get("CHECK") == "shows help":
+    print(json.dumps({"ok": False, "error": "ended itself", "has_answered": True}))
+    sys.exit(2)
 if os.environ.get("CHECK") == "crashes":
     os.kill(os.getpid(), 9)
 if os.environ.get("CHECK") == "hangs":

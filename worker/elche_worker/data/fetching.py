@@ -13,6 +13,7 @@ from typing import Any
 from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
 from elche.errors import InvalidJob
+from elche.output import notice
 from elche_worker.data.dataset import Shards
 from elche_worker.data.prefetch import Resident
 from elche_worker.data.unshared import Unshared
@@ -42,6 +43,35 @@ class FetchError:
 
     def __reduce__(self) -> tuple[type["FetchError"], tuple[str, str]]:
         return FetchError, (self.message, self.traceback)
+
+
+@dataclass(slots=True)
+class NotAgain:
+    """Stands for the `set_epoch` of a data set that elche tells the epoch: what a callback told it would reach samples
+    of another epoch, which are fetched at the time.
+    """
+
+    original: Callable[[int], None]
+    has_said: bool = False
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        if not self.has_said:
+            self.has_said = True
+            notice(
+                "set_epoch() of the data set is without effect here: elche calls it itself, before it reads samples of "
+                "another epoch, since batches are fetched ahead of training"
+            )
+
+
+def _taken_over(dataset: Any) -> Any:
+    """The data set's `set_epoch`, or None. From now on nobody else can call it."""
+    set_epoch = getattr(dataset, "set_epoch", None)
+    if isinstance(set_epoch, NotAgain):  # of an earlier loader
+        return set_epoch.original
+    if callable(set_epoch):
+        with suppress(AttributeError, TypeError):  # a class with slots
+            dataset.set_epoch = NotAgain(set_epoch)
+    return set_epoch
 
 
 class Indices(list[int]):
@@ -95,7 +125,7 @@ class Fetch:
         With `tells_epoch` a data set that has `set_epoch` is told the epoch before each batch of another one. Nobody
         else could: batches of two epochs are fetched in turn, ahead of training, and by several processes.
         """
-        self._set_epoch = getattr(dataset, "set_epoch", None) if tells_epoch else None
+        self._set_epoch = _taken_over(dataset) if tells_epoch else None
         self._told_epoch: int | None = None
         self._num_parts = num_parts if collate_fn else 1
         self._dataset = dataset

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from elche.errors import ElcheError, InvalidJob
+from elche.errors import ElcheError, HelpShown, InvalidJob
 from elche.output import take_any_text
 from elche_worker.data.build import build_dataset, build_eval_dataset, build_order
 from elche_worker.device.discovery import choose_devices, summary
@@ -161,7 +161,8 @@ def _answer(arguments: argparse.Namespace, trials: Trials | None) -> dict[str, A
         )
     except ElcheError as error:
         text = error.traceback if isinstance(error, UserCodeRaised) else ""
-        return {"ok": False, "error": str(error), "traceback": text}
+        has_answered = isinstance(error, HelpShown)
+        return {"ok": False, "error": str(error), "traceback": text, "has_answered": has_answered}
 
 
 if __name__ == "__main__":

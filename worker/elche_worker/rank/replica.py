@@ -144,6 +144,8 @@ class Replica:
         """
         self._result = ResultExtent(0, 0, 0)
         """The training in the last result, to which `progress` adds what was trained since."""
+        self._is_after_round = False
+        """True while `after_round` runs."""
         self._has_result = False
         """True if the round that was entered last has a result, and it was applied."""
         self._leased: Counter[int] = Counter()
@@ -202,7 +204,9 @@ class Replica:
 
     @property
     def progress(self) -> Progress:
-        """The job's progress, as far as this rank knows it."""
+        """The job's progress, as far as this rank knows it; while `after_round` runs, that of the result."""
+        if self._is_after_round:
+            return self._progress(self._result.samples)
         return self._progress(self._result.samples + self.meter.num_processed - self._result.cut)
 
     def _progress(self, samples: int) -> Progress:
@@ -471,7 +475,9 @@ class Replica:
         self.checkpoints.capture.finish_copy()
         self.averaging.take_own()  # before the callback, whose changes stay
         before = self.layout.copied_tensors() if self.has_newer_steps else None
+        self._is_after_round = True
         self.callbacks.call(self._job.after_round, self.model, self.version, on_every_rank=True)
+        self._is_after_round = False
         self._reshard()
         self.layout.take_changes(before)
 

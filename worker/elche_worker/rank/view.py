@@ -63,6 +63,8 @@ class Viewed(Protocol):
     @property
     def epoch(self) -> int: ...
     @property
+    def progress(self) -> Progress: ...
+    @property
     def own_state(self) -> OwnState: ...
 
 
@@ -97,6 +99,10 @@ class View(RateSetters):
     @property
     def epoch(self) -> int:
         return self._replica.epoch
+
+    @property
+    def progress(self) -> Progress:
+        return self._replica.progress
 
     @property
     def state(self) -> Mapping[str, Any]:

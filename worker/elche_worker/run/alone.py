@@ -121,12 +121,11 @@ class _Training:
         self._layout = Layout(self._built.model, self._built.all_optimizers, buffers=job.buffers)
         self._mean = MeanOfModel(self._layout, decay_of(job.ema, self._extent.batch_size))
         self._callbacks = Callbacks(kept_random)
-        self._rank = _OnlyRank(self._built, self._rates, self._callbacks, chosen.device, self._own_state)
+        self._rank = _OnlyRank(self._built, self._rates, self._callbacks, chosen.device, self._own_state, self._extent)
         be_this_rank(self._rank)
         self._loggers = Loggers(job.loggers, f"alone-{time.strftime('%Y%m%d-%H%M%S')}")
         self._watch = _Watch(job)
         self._best: TrainedState | None = None
-        self._num_trained = 0
 
     @property
     def _eval_batch_size(self) -> int:
@@ -191,15 +190,15 @@ class _Training:
             self._loader.add(LeasedPart(id=next(self._lease_ids), epoch=epoch, offset=offset, size=size))
         for batch in _batches(self._loader, self._wake, self._extent.epoch_size(epoch)):
             if not self._rates.is_constant:
-                of, size = self._extent.total_samples, self._extent.batch_size
-                self._rates.set(Progress(samples=self._num_trained, total_samples=of, batch_size=size))
-            self._num_trained += batch.size
+                self._rates.set(self._rank.progress)
             data = self._loader.transfer.receive(batch.data, batch.event)
             if data is None:
+                self._rank.num_trained += batch.size
                 sums.add(EpochSums(0, batch.size, num_skipped=1))
                 continue
             loss, scalars = self._step.run(data, batch.size)
             self._mean.move(batch.size)
+            self._rank.num_trained += batch.size
             self._rank.local_step += 1
             if self._rank.local_step == MEASURED_BATCHES:
                 self._loader.plan()
@@ -241,13 +240,27 @@ class _OnlyRank(RateSetters):
     """The only rank, for callbacks: an `elche_worker.user.callbacks.Rank`."""
 
     def __init__(
-        self, built: Built, rates: LearningRates, callbacks: Callbacks, device: str, own_state: OwnState
+        self,
+        built: Built,
+        rates: LearningRates,
+        callbacks: Callbacks,
+        device: str,
+        own_state: OwnState,
+        extent: Extent,
     ) -> None:
         super().__init__(rates, callbacks)
         self._built = built
         self.state = own_state.objects
         self.device = device
         self.rank = self.local_step = self.version = self.epoch = 0
+        self.num_trained = 0
+        """Samples trained."""
+        self._extent = extent
+
+    @property
+    def progress(self) -> Progress:
+        of, size = self._extent.total_samples, self._extent.batch_size
+        return Progress(samples=self.num_trained, total_samples=of, batch_size=size)
 
     @property
     def model(self) -> nn.Module:

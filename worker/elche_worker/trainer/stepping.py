@@ -147,6 +147,8 @@ class Stepper:
 
     def expect_given_batches(self) -> None:
         """Called when a loader was set."""
+        if self._expects_given:  # another one, as for each epoch
+            return
         self._expects_given = True
         how = (
             "each rank trains several batches per step, by its speed (El Che), so that an epoch has fewer steps than "

@@ -118,8 +118,8 @@ class Trainer:
         process_group: dist.ProcessGroup | None = None,
     ) -> Self:
         """Moves the model to this process's device; with several processes, copies rank 0's model to all. A model in
-        eval mode is put into train mode; single modules in eval mode stay so. Under torchrun or `elche run` the
-        processes find each other; a single process trains as without elche.
+        eval mode is put into train mode; single modules in eval mode stay so. Gradients are cleared. Under torchrun or
+        `elche run` the processes find each other; a single process trains as without elche.
 
         With a list or dict of optimizers, as a GAN has, `step(optimizer=...)` steps one of them, `step()` all.
 
@@ -144,6 +144,8 @@ class Trainer:
             # A problem of one rank is raised on all: alone it would leave the others waiting in the next collective.
             world.agree(problem_of(model, optimizer))
             take_form(model)
+            # Of a search for the learning rate, say: without elche the loop's `zero_grad()` may come before `backward`.
+            model.zero_grad(set_to_none=True)
             model.to(world.device)
             optimizers = Optimizers(optimizer)
             optimizers.follow_parameters()

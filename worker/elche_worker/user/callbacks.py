@@ -68,7 +68,17 @@ class Rank(Protocol):
         ...
 
     @property
-    def epoch(self) -> int: ...
+    def epoch(self) -> int:
+        """Epoch of the batch that this rank has trained last. Ranks may be in different epochs, also in
+        `after_round`.
+        """
+        ...
+
+    @property
+    def progress(self) -> Progress:
+        """The job's progress, as far as this rank knows it; in `after_round` that of the result, equal on all ranks."""
+        ...
+
     @property
     def state(self) -> Mapping[str, Any]:
         """The objects that the job's `state(model)` has returned, by name."""

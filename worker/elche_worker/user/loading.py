@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from elche.errors import ElcheError, InvalidJob
+from elche.errors import ElcheError, HelpShown, InvalidJob
 from elche.output import add_flush, use_empty_input
 from elche.package import package_of
 from elche.script import check_module
@@ -30,6 +30,8 @@ class UserCodeRaised(ElcheError):
         self.traceback = traceback_text
 
 
+ASK_FOR_HELP = frozenset({"-h", "--help", "--version"})
+"""Arguments at which a script prints something, and ends."""
 _script_pid = 0
 """Process id of the process that runs a user's file as a script, if any."""
 
@@ -52,6 +54,10 @@ def leave_if_forked(error: BaseException) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if is_in_order else 1)
+
+
+def _is_asked_for_help() -> bool:
+    return not ASK_FOR_HELP.isdisjoint(sys.argv[1:])
 
 
 _is_loading = False
@@ -107,7 +113,8 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
     except BaseException as error:
         leave_if_forked(error)
         if isinstance(error, SystemExit):  # argparse has said why
-            raise InvalidJob(
+            is_answer = error.code in (None, 0, 1)  # 1: as absl ends after its help
+            raise (HelpShown if is_answer and _is_asked_for_help() else InvalidJob)(
                 f"{file_name} ended itself (SystemExit: {message_of(error)}) before all of it was run: its own "
                 "arguments come after --, as in `elche run FILE -- --lr 0.1`, and what ends a script belongs under "
                 "`if __name__ == '__main__':`"
@@ -252,5 +259,7 @@ def _job_of(module: ModuleType, file_name: str, name: str = "job") -> JobDefinit
         named = f"names its job {' and '.join(others)}, and " if others else ""
         raise InvalidJob(f"{file_name} {named}{NO_JOB.format(name)}")
     if not isinstance(job, JobDefinition):
-        raise InvalidJob(f"{file_name}: `{name}` must be a TrainingJob, not {type(job).__name__}")
+        # click returns from a main with standalone_mode=False when it has shown its help.
+        kind = HelpShown if _is_asked_for_help() else InvalidJob
+        raise kind(f"{file_name}: `{name}` must be a TrainingJob, not {type(job).__name__}")
     return job
