@@ -345,7 +345,7 @@ class _Judge:
         pieces = [*self._base_pieces(), *(piece for one in rounds for piece in one.pieces())]
         self._refute(overlaps(pieces))
         trained = self._with_base(rounds)
-        verdict.version = rounds[-1].version if rounds else 0
+        verdict.version = rounds[-1].version if rounds else self._base.version if self._base is not None else 0
         verdict.num_rounds = len(rounds)
         verdict.epoch_sizes = self._sizes
         verdict.epoch_samples = self._samples(trained)
