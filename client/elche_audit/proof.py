@@ -116,7 +116,8 @@ class _Judge:
             self._chains[attempt.number] = chain
 
     def _read_base(self, attempt: Attempt) -> None:
-        resume = next((file.start.resume for file in attempt.files if file.start.version == attempt.base), "")
+        loaded = [file.start for file in attempt.files if file.start.resume]
+        resume = next((start.resume for start in loaded if start.version == attempt.base), "")
         place = self._run.folder.joinpath("checkpoints", *Path(resume).parts[-2:]) if "://" in resume else Path(resume)
         if "://" in resume and not os.path.exists(place):
             text = f"the run has resumed {resume}: elche audit reads no URLs"
