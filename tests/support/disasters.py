@@ -263,7 +263,7 @@ def naps(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
         if simulation.job.result is not None or not simulation.job.is_open:
             return
         stopped = [one.clock for one in simulation.processes.values() if one.is_alive and not one.is_frozen]
-        away_s = random.choice([0.3, 5.0, 40.0, 4_000.0])
+        away_s = random.choice([0.3, 5.0, 40.0, 400.0])
         if random.random() < 0.7 and simulation.is_awake:
             simulation.sleep(away_s + random.choice([0.0, 0.05, 1.0]))
         for clock in stopped:
