@@ -133,8 +133,10 @@ class Evidence:
 
 
 def attempts_of(run: RunFolder) -> list[Attempt]:
-    """The attempts in the folder, oldest first, with their committed rounds."""
-    numbers = sorted({file.attempt for file in run.files if file.attempt})
+    """The attempts in the folder, oldest first, with their committed rounds. If no rank has entered a round, one, whose
+    model is what its ranks began with.
+    """
+    numbers = sorted({file.attempt for file in run.files if file.attempt}) or [0]
     attempts = [_begun(run, number) for number in numbers]
     record = deque((one.generation, one.parts) for one in run.rounds or ())
     for attempt, following in zip_longest(attempts, attempts[1:]):

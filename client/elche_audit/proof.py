@@ -116,7 +116,8 @@ class _Judge:
             self._chains[attempt.number] = chain
 
     def _read_base(self, attempt: Attempt) -> None:
-        resume = next((file.start.resume for file in attempt.files if file.start.version == attempt.base), "")
+        loaded = [file.start for file in attempt.files if file.start.resume]
+        resume = next((start.resume for start in loaded if start.version == attempt.base), "")
         place = self._run.folder.joinpath("checkpoints", *Path(resume).parts[-2:]) if "://" in resume else Path(resume)
         if "://" in resume and not os.path.exists(place):
             text = f"the run has resumed {resume}: elche audit reads no URLs"
@@ -345,7 +346,7 @@ class _Judge:
         pieces = [*self._base_pieces(), *(piece for one in rounds for piece in one.pieces())]
         self._refute(overlaps(pieces))
         trained = self._with_base(rounds)
-        verdict.version = rounds[-1].version if rounds else 0
+        verdict.version = rounds[-1].version if rounds else self._base.version if self._base is not None else 0
         verdict.num_rounds = len(rounds)
         verdict.epoch_sizes = self._sizes
         verdict.epoch_samples = self._samples(trained)

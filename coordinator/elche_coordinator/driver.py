@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, assert_never, cast
 
@@ -133,6 +133,8 @@ class Driver:
         self._performed: list[Callable[[SessionCommand, str], None]] = []
         self._round_failed: list[Callable[[RoundFailed], None]] = []
         self._is_stopped = False
+        self._doubted: Collection[JobId] = ()
+        """Jobs whose state contradicts itself, while the events since are repeated."""
         self.agents = Agents(self.core, self.streams)
         self.presence = Presence(self.core, self.streams, self._handle_own)
         if recorded is not None:
@@ -210,7 +212,8 @@ class Driver:
             log.exception("the core could not handle %s; this is a bug", type(event).__name__)
             job_id: str = getattr(event, "job_id", "")
             commands, fault = [], (job_id, fault_text(error))
-            if job_id and not isinstance(event, JobBroken):
+            is_last_resort = isinstance(event, JobBroken) and not event.may_go_back
+            if job_id and not is_last_resort and job_id not in self._doubted:
                 self._fail_later(
                     job_id, f"a bug in the coordinator: {type(event).__name__} could not be handled; see its log"
                 )
@@ -261,10 +264,17 @@ class Driver:
             if (spec := self.core.spec(job_id)) is not None:
                 self.sources.hold(job_id, spec.source_hash)
                 self._count(job_id)
+        self._doubted = recorded.doubted
         for entry in recorded.entries:
             for visible in self._take_in(entry)[0]:
                 if isinstance(visible.command, Publish) and isinstance(visible.command.report, JobResult):
                     self.streams.end_job(visible.command.job_id)
+        self._doubted = ()
+        # Only now: what the events led to, such as which slots others got, must be what it was.
+        for job_id, why in recorded.doubted.items():
+            log.error("job=%s its saved state contradicts itself (%s); this is a bug. Other jobs go on", job_id, why)
+            reason = "its saved state contradicted itself (see the coordinator's log)"
+            self._loop.call_soon(self._handle_own, JobBroken(job_id=job_id, reason=reason, may_go_back=True))
         # The core's clock goes on, so that deadlines and silences are as long as they were (protocol P22.3).
         last_s = recorded.entries[-1].at_s if recorded.entries else self.core.now_s
         self._clock_offset_s = last_s + min(recorded.age_s, MAX_AWAY_S) - self._loop.time()

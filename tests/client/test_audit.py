@@ -1480,6 +1480,25 @@ def test_a_rank_is_added_to_a_resumed_run(tmp_path: Path) -> None:
     assert "each of 64 samples of 2 epochs is in version 5 once (2 files of ranks" in text
 
 
+def test_a_resumed_run_that_was_cancelled_before_its_first_round_has_its_checkpoints_samples(tmp_path: Path) -> None:
+    """It was refuted: its record has the checkpoint's samples, and no rank has entered a round."""
+    run = resumed(tmp_path)
+    run.logs[A].records.clear()
+    run.manifests.clear()
+    run.logs[A].step = 0
+    run.cadence.clear()
+    run.end("cancelled")
+    assert run.record is not None
+    run.record["committed_samples"] = [32, 8]
+    code, text = judged(run)
+    assert code == 0, text
+    assert "40 of 64 samples are in version 4, each once; the job was cancelled" in text
+    run.record["committed_samples"] = [32, 12]
+    code, text = judged(run)
+    assert code == 1, text
+    assert "epoch 1: record.json says 12 samples, and the ranks' rounds have 8" in text
+
+
 def test_a_resumed_run_whose_checkpoint_is_gone(tmp_path: Path) -> None:
     run = resumed(tmp_path)
     run.logs[A].start["resume"] = str(tmp_path / "gone")

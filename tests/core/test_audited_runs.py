@@ -9,14 +9,18 @@ import elche_audit
 from elche_coordinator.core.messages.events import JobCancelled
 from elche_coordinator.simulator.simulation import JOB
 from support.audited import audited, write_records
-from support.disasters import LIMIT_S, WITH_BURSTS, WITH_DISKS, WITH_HOSTS, WITH_STARTS, random_run
+from support.disasters import LIMIT_S, WITH_BURSTS, WITH_DISKS, WITH_HOSTS, WITH_NAPS, WITH_STARTS, random_run
 
 LEFT_WITH_A_RESULT = [30_000_068, 30_000_131, 30_000_208, 30_000_466]
 """A rank has a result that the others have not, has entered the next round, and is left out."""
 TRAINED_AGAIN_ALIKE = [30_000_218]
 """An attempt trains the same positions in the same generation as one before it, in rounds that were not committed."""
-SEEDS = [*LEFT_WITH_A_RESULT, *TRAINED_AGAIN_ALIKE]
-SEEDS += [first + number for first in (WITH_HOSTS, WITH_STARTS, WITH_DISKS, WITH_BURSTS) for number in range(10)]
+JOINED_A_RESUMED_RUN = [40_000_427]
+"""The first file of the attempt is that of a rank that has loaded no checkpoint."""
+SEEDS = [*LEFT_WITH_A_RESULT, *TRAINED_AGAIN_ALIKE, *JOINED_A_RESUMED_RUN]
+SEEDS += [
+    first + number for first in (WITH_HOSTS, WITH_STARTS, WITH_DISKS, WITH_BURSTS, WITH_NAPS) for number in range(10)
+]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -14,6 +14,7 @@ from elche_coordinator.core.messages.events import (
     AgentJoined,
     AgentLost,
     DrainRequested,
+    JobBroken,
     JobCancelled,
     JobSubmitted,
     RankExited,
@@ -498,3 +499,24 @@ def test_hosts_with_an_older_checkpoint_than_is_known_are_told(simulate, past_at
     assert (result.outcome is Outcome.FAILED) == bool(past_attempts)
     said = result.error if past_attempts else told[0]
     assert f"find has version {older}, but one of version {newest} was written, in simulated/checkpoints on a" in said
+
+
+@pytest.mark.parametrize("phase", [JobPhase.GROUPING, JobPhase.TRAINING, JobPhase.FINISHING])
+def test_a_job_whose_state_was_wrong_goes_back_to_its_checkpoint(simulate, phase):
+    """What its ledger and rounds said counts no more: a new attempt has its own."""
+    simulation = simulate(ranks(*THREE), epochs=3, dataset_size=2000, checkpoint_every_epochs=1)
+    at_phase(simulation, phase)
+    simulation.handle(JobBroken(job_id=JOB, reason="its state was wrong", may_go_back=True))
+    simulation.handle(JobBroken(job_id=JOB, reason="its state was wrong", may_go_back=True))
+    assert simulation.job.phase is JobPhase.QUEUED
+    goes_on(simulation)
+    assert simulation.job.attempt == 2
+    assert [one.partition(";")[0] for one in told(simulation)] == ["its state was wrong"]
+
+
+def test_a_job_that_may_lose_no_rank_fails_when_its_state_was_wrong(simulate):
+    simulation = simulate(ranks(*THREE), dataset_size=2000, on_rank_loss="fail")
+    in_mid_training(simulation)
+    simulation.handle(JobBroken(job_id=JOB, reason="its state was wrong", may_go_back=True))
+    result = simulation.run(limit_s=100)
+    assert (result.outcome, result.error) == (Outcome.FAILED, "its state was wrong")

@@ -6,7 +6,7 @@ from support.disasters import random_run
 
 SEEDS = tuple(
     first + one
-    for first in (10_000, 200_000, 10_000_000, 20_000_000, 40_000_000)
+    for first in (10_000, 200_000, 10_000_000, 20_000_000, 40_000_000, 50_000_000)
     for one in range(20 if first > 10**6 else 50)
 )
 FOUND = {

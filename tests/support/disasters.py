@@ -13,6 +13,7 @@ from elche_coordinator.core.messages.events import (
     CheckpointFailed,
     CheckpointRequested,
     DrainRequested,
+    JobBroken,
     PauseRequested,
     ScaleRequested,
     SlotsRequested,
@@ -32,6 +33,7 @@ WITH_HOSTS = 10_000_000
 WITH_STARTS = 20_000_000
 WITH_DISKS = 30_000_000
 WITH_BURSTS = 40_000_000
+WITH_NAPS = 50_000_000
 """Seeds from these on may have them; so those below stay what they were."""
 MOST_LOSSES = 4
 """How often all ranks die, or a host is lost, in one run: a job that goes back each time would not end."""
@@ -251,6 +253,39 @@ def bursts(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
     simulation.clock.after(random.expovariate(1 / every_s), strike)
 
 
+def naps(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
+    """Everything stands still now and then, as on a laptop that is closed: ranks, and the coordinator too or not. They
+    go on one after the other.
+    """
+    random = Random(f"naps {seed}")
+
+    def strike() -> None:
+        if simulation.job.result is not None or not simulation.job.is_open:
+            return
+        stopped = [one.clock for one in simulation.processes.values() if one.is_alive and not one.is_frozen]
+        away_s = random.choice([0.3, 5.0, 40.0, 400.0])
+        if random.random() < 0.7 and simulation.is_awake:
+            simulation.sleep(away_s + random.choice([0.0, 0.05, 1.0]))
+        for clock in stopped:
+            clock.freeze()
+            simulation.clock.after(away_s + random.choice([0.0, 0.01, 0.5]), clock.thaw)
+        simulation.clock.after(away_s + 5.0 + random.expovariate(1 / every_s), strike)
+
+    simulation.clock.after(random.expovariate(1 / every_s), strike)
+
+
+def doubts(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
+    """A coordinator that has started again finds that the job's state contradicts itself, a few times."""
+    random = Random(f"doubts {seed}")
+
+    def strike(left: int) -> None:
+        if simulation.job.result is None and left:
+            simulation.handle(JobBroken(job_id=JOB, reason="its state contradicted itself", may_go_back=True))
+            simulation.clock.after(random.expovariate(1 / every_s), lambda: strike(left - 1))
+
+    simulation.clock.after(random.expovariate(1 / every_s), lambda: strike(MOST_LOSSES - 1))
+
+
 def _kill_one(simulation: WatchedSimulation, random: Random) -> None:
     alive, with_model = _alive(simulation)
     if alive and len(with_model) > 2:
@@ -329,7 +364,7 @@ class RandomRun:
         result = self.simulation.run(limit_s=LIMIT_S)
         if BLAME in result.error and {"deaths", "losses"} & {*self.disasters}:
             return  # three deaths by chance on the same samples, before which none had died: so do samples that kill
-        if IN_VAIN in result.error and "losses" in self.disasters:
+        if IN_VAIN in result.error and {"losses", "doubts"} & {*self.disasters}:
             return
         assert result.outcome is Outcome.SUCCEEDED, result.error
         self.simulation.assert_ended_cleanly()
@@ -427,11 +462,15 @@ def random_run(seed: int) -> RandomRun:
 
 
 def _more(simulation: WatchedSimulation, seed: int) -> list[str]:
-    """Bursts of disasters, and a job that goes on from the checkpoint of another one, with other ranks."""
+    """Bursts of disasters, times in which all stands still, and a coordinator that doubts the job's state."""
     dice, befallen = Random(f"more {seed}"), []
     if dice.random() < 0.7:
         befallen.append("bursts")
         bursts(simulation, seed, every_s=dice.choice((1.0, 4.0)))
+    for name, disaster, share in (("naps", naps, 0.5), ("doubts", doubts, 0.3)):
+        if seed >= WITH_NAPS and dice.random() < share:
+            befallen.append(name)
+            disaster(simulation, seed, every_s=dice.choice((1.0, 8.0)))
     return befallen
 
 

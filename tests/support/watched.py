@@ -115,6 +115,11 @@ class WatchedSimulation(Simulation):
         self._saves_every = saves_every
         self.sleep(duration_s)
 
+    @property
+    def is_awake(self) -> bool:
+        """True while the coordinator handles events."""
+        return self._asleep is None
+
     def freeze(self, rank: int) -> None:
         """Stops the rank's process, as SIGSTOP does."""
         self.processes[Rank(rank)].clock.freeze()

@@ -2,6 +2,7 @@
 
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from elche_worker.telemetry.audit import MAGIC
 from elche_worker.user.loading import load_job
 
 SOURCE = """
+import sys
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -33,7 +35,7 @@ from elche_worker import TrainingJob
 
 job = TrainingJob(
     model=lambda: nn.Sequential(nn.Linear(3, 300), nn.ReLU(), nn.Linear(300, 1)),
-    optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
+    optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=float(sys.argv[1])),
     dataset=lambda: TensorDataset(torch.randn(400, 3, generator=torch.Generator().manual_seed(0)), torch.ones(400, 1)),
     train_step=lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
     batch_size=4, epochs=2, audit=True, averaging="overlapped", compress="auto",
@@ -100,10 +102,13 @@ class Recorded:
             file_name=str(self.folder / "train.py"),
             output_dir=str(self.folder),
             verify_rounds=True,
+            arguments=["0.01"],
         )
-        job = load_job(launch.source, launch.file_name)
         wake: Callable[[], None] = lambda: None  # noqa: E731
-        parts, _ = build(launch, job, ReplicaGroup(), wake=wake, timeline=None, streams=DeviceStreams())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", [launch.file_name, *launch.arguments])
+            job = load_job(launch.source, launch.file_name)
+            parts, _ = build(launch, job, ReplicaGroup(), wake=wake, timeline=None, streams=DeviceStreams())
         parts.loader.fetch_in_step()
 
         def meet(act: JoinGeneration) -> Collectives:

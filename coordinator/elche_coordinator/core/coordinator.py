@@ -408,7 +408,7 @@ class Coordinator:
                 job.cancel()
                 self._may_place = True  # the job may have held back others in the queue
             case JobBroken():
-                job.on_broken(event.reason)
+                job.on_broken(event, self._now_s)
                 self._may_place = True
             case CheckpointRequested():
                 job.request_checkpoint()

@@ -18,17 +18,23 @@ class Broken(AssertionError):
     """A rule is broken. The message names the rule, the job and the place."""
 
 
-def check_invariants(coordinator: Coordinator, *, with_progress: bool = True) -> None:
-    """Raises `Broken` when a rule is broken. Without `with_progress` a job that waits for nothing is no reason."""
+def check_invariants(coordinator: Coordinator) -> None:
+    """Raises `Broken` when a rule is broken."""
+    check_places(coordinator)
+    for training in coordinator.trainings.values():
+        check_training(training)
+
+
+def check_places(coordinator: Coordinator) -> None:
+    """Checks what jobs have in common, slots and the queue, and the life of each."""
     _check_slots(coordinator)
     _check_queue(coordinator)
     for job in coordinator.jobs.values():
         _check_life(job)
-    for training in coordinator.trainings.values():
-        _check_training(training, with_progress=with_progress)
 
 
-def _check_training(job: ManagedJob, *, with_progress: bool) -> None:
+def check_training(job: ManagedJob, *, with_progress: bool = True) -> None:
+    """Checks the ledger and rounds of a training. Without `with_progress` one that waits for nothing is no reason."""
     training, generation = job.run.training, job.run.generation
     if training is None:
         return

@@ -13,13 +13,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from math import isfinite
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import elche
 import elche_coordinator.core
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.invariants import Broken, check_invariants
+from elche_coordinator.core.invariants import Broken, check_places, check_training
 from elche_coordinator.core.messages.events import Event, JobsForgotten, JobSubmitted, LoopAttached
+from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.storage.job_rows import Record
 from elche_coordinator.storage.snapshots import Snapshots, join
 from elche_coordinator.storage.sql.store import SqlStore
@@ -152,6 +154,8 @@ class Recorded(NamedTuple):
     """Seconds since the newest of these was written."""
     saved: Collection[str] = ()
     """The jobs that are in the saved state."""
+    doubted: Mapping[JobId, str] = MappingProxyType({})
+    """The jobs whose state contradicts itself, with what is wrong: they alone do not go on with it."""
 
 
 def read(store: SqlStore) -> Recorded | None:
@@ -164,10 +168,10 @@ def read(store: SqlStore) -> Recorded | None:
         try:
             entries = list(_unpickled(pieces, lasts, saved.last))
             state = join(saved.state, saved.parts)
-            # A job that is stuck is no contradiction: all others would go back for it.
-            check_invariants(state[0], with_progress=False)
+            check_places(state[0])
             state[0].next_deadline_s()
-            return Recorded(state, entries, saved.last + len(entries), age_s, frozenset(saved.parts))
+            doubted = dict(_contradictions(state[0]))
+            return Recorded(state, entries, saved.last + len(entries), age_s, frozenset(saved.parts), doubted)
         # Whatever is wrong with it: jobs can go on from their checkpoints, and a coordinator that does not start helps
         # nobody.
         except Broken as error:
@@ -177,6 +181,15 @@ def read(store: SqlStore) -> Recorded | None:
     if why:
         log.warning("the coordinator before this one %s: jobs that ran go back to their newest checkpoints", why)
     return None
+
+
+def _contradictions(core: Coordinator) -> Iterator[tuple[JobId, str]]:
+    """The jobs whose state contradicts itself, with what is wrong."""
+    for job_id, training in core.trainings.items():
+        try:
+            check_training(training, with_progress=False)  # a job that is stuck is no contradiction
+        except Broken as error:
+            yield job_id, str(error)[:MAX_REASON_CHARS]
 
 
 def _unpickled(pieces: list[bytes], lasts: list[int], last: int) -> Iterator[Entry]:

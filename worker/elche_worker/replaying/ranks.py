@@ -58,6 +58,7 @@ class ReplayedRank:
         self._modules: dict[str, Any] = {}
         """Those that it has imported from the job's folder."""
         self._environment = {**recording.environment, "ELCHE_RANK": str(start.rank)}
+        self._arguments = [start.file_name, *start.arguments]
         self._view: Any = None
         self._random: dict[str, Any] | None = None
         launch = Launch(
@@ -109,12 +110,13 @@ class ReplayedRank:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context in which this process is the rank's: its random numbers, environment, and the job's modules and
-        folder.
+        """Context in which this process is the rank's: its random numbers, environment and arguments, and the job's
+        modules and folder.
         """
         had = {name: os.environ.get(name) for name in self._environment}
-        before = capture_rng_state()
+        before, arguments = capture_rng_state(), sys.argv
         os.environ.update(self._environment)
+        sys.argv = self._arguments
         here = Path.cwd()
         if self._code is not None:
             os.chdir(self._code)
@@ -134,6 +136,7 @@ class ReplayedRank:
         finally:
             self._random = capture_rng_state()
             restore_rng_state(before)
+            sys.argv = arguments
             if self._code is not None:
                 self._modules = _modules_of(self._code)
                 for name in self._modules:

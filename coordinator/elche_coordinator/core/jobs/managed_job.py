@@ -27,6 +27,7 @@ from elche_coordinator.core.messages.events import (
     GenerationAbandoned,
     GroupFormed,
     HeaderReported,
+    JobBroken,
     JobSubmitted,
     LeaveRequested,
     LinksProbed,
@@ -573,6 +574,15 @@ class ManagedJob(PlacedJob):
         where = f"checkpoint {self.spec.resume}" if self.spec.resume else "its start"
         report = MembershipReport(rank=rank, text=f"{notice}; the job goes back to {where}", num_ranks=0)
         self.outbox.publish(report)
+
+    def on_broken(self, event: JobBroken, now_s: float) -> None:
+        """As for every job, but it goes back to its newest checkpoint if that is enough."""
+        if not (event.may_go_back and self.is_open and self._goes_back(is_violent=True)):
+            super().on_broken(event, now_s)
+        elif self.run.training is not None:
+            self.go_back(Rank(0), event.reason, now_s)
+        else:
+            self.refuse_now("JobBroken", "it begins again already")
 
     @property
     def can_begin_again(self) -> bool:

@@ -7,6 +7,7 @@ from enum import Enum, auto
 from elche_coordinator.core.life.hangs import Duty
 from elche_coordinator.core.life.silence import SilenceWatch
 from elche_coordinator.core.messages.events import (
+    JobBroken,
     JobEvent,
     JobSubmitted,
     LoopAttached,
@@ -270,10 +271,10 @@ class Job(ABC):
         else:
             self.refuse_now("JobCancelled", "its outcome is decided")
 
-    def on_broken(self, reason: str) -> None:
+    def on_broken(self, event: JobBroken, now_s: float) -> None:
         """Fails the job because a command could not be carried out. Does nothing once its outcome is decided."""
         if self.is_open:
-            self.fail(Failure(reason))
+            self.fail(Failure(event.reason))
         else:
             self.refuse_now("JobBroken", "its outcome is decided")
 

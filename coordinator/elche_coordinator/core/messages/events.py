@@ -416,10 +416,12 @@ class JobCancelled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobBroken:
-    """A command or record of the job could not be processed: the job fails, others go on."""
+    """A command, a record or the state of the job could not be processed: the job fails, others go on."""
 
     job_id: JobId
     reason: str
+    may_go_back: bool = False
+    """True if a new attempt, from its newest checkpoint, would be sound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
