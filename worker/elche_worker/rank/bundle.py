@@ -103,7 +103,7 @@ class _Header(tarfile.TarInfo):
     """The header of an entry; checked before tarfile reads, whole into memory, what the entry says of the next one."""
 
     @classmethod
-    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> Self:
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
         """As of `TarInfo`. Raises `InvalidJob` for what `elche submit` does not pack."""
         info = super().frombuf(buf, encoding, errors)
         if not (info.isreg() or info.type == tarfile.XHDTYPE):
@@ -123,7 +123,7 @@ def unpack(archive: IO[bytes], folder: Path) -> None:
     try:
         with tarfile.open(fileobj=archive, mode="r|gz", tarinfo=_Header) as tar:
             for info in tar:
-                tar.members.clear()  # tarfile would keep them all
+                tar.members.clear()  # type: ignore[attr-defined]  # else tarfile would keep them all
                 # A file that has less than no bytes would make room for others.
                 num_files, num_bytes = num_files + 1, num_bytes + max(0, info.size)
                 # Checked by the sizes in the archive's headers before anything is written: a small archive may unpack
