@@ -52,6 +52,26 @@ def test_a_spawner_that_is_killed_takes_its_ranks_and_is_replaced(
         assert " ERROR " not in other.log.read_text()
 
 
+STOPPING = """
+def stop(rank, epoch):
+    os.kill(os.getppid(), signal.SIGSTOP)
+
+import dataclasses, signal
+job = dataclasses.replace(job, epoch_fn=stop, epochs=2)
+"""
+
+
+def test_a_spawner_that_a_job_stops_goes_on(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
+    """Ranks of no job of the host began or ended any more."""
+    with (
+        coordinator(mark, tmp_path) as one,
+        agent(mark, tmp_path, one.address) as other,
+        Client(one.address, token="") as client,
+    ):
+        assert client.submit(job_file("linear.py", STOPPING), num_ranks=1).result().committed_samples
+        assert "was stopped (SIGSTOP): it goes on" in other.log.read_text()
+
+
 def test_a_spawner_ends_with_its_agent_while_it_imports_torch(tmp_path: Path) -> None:
     """`elche run` had ended after Ctrl-C, and this process imported for seconds."""
     (tmp_path / "torch.py").write_text("import time\nprint('imports', flush=True)\ntime.sleep(1000)\n")

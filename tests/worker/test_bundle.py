@@ -1,7 +1,9 @@
 """What a rank unpacks, and what it refuses."""
 
+import gzip
 import io
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -98,3 +100,50 @@ def test_an_archive_that_unpacks_to_too_much_ends_before_it_is_written(
 def test_what_is_no_archive_is_said(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(InvalidJob, match="not an archive that `elche submit` makes"):
         unpack(io.BytesIO(data), tmp_path)
+
+
+def entry(kind: bytes, size: int, name: str = "x") -> bytes:
+    info = tarfile.TarInfo(name)
+    info.type, info.size = kind, size
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def pax(text: str) -> bytes:
+    """A header with one record of PAX, of less than 90 bytes."""
+    record = f"{len(text) + 5} {text}\n".encode()
+    return entry(tarfile.XHDTYPE, len(record)) + record.ljust(512, b"\0")
+
+
+def zipped(*parts: bytes) -> io.BytesIO:
+    return io.BytesIO(gzip.compress(b"".join(parts) + bytes(1024)))
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_a_header_that_never_ends_takes_no_memory(kind: bytes, tmp_path: Path) -> None:
+    """64 MiB of them are 64 KiB of archive, and took four times as much of the rank's memory."""
+    bomb = zipped(entry(kind, 64 * MIB), bytes(64 * MIB), entry(tarfile.REGTYPE, 0))
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidJob, match=r"which is not a regular file|has a header of 67108864 bytes"):
+            unpack(bomb, tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 40 * MIB, "tarfile unpacks 10 KiB of the archive at once"
+    finally:
+        tracemalloc.stop()
+
+
+def test_headers_of_headers_are_no_archive(tmp_path: Path) -> None:
+    """The job ended with the words of a RecursionError."""
+    with pytest.raises(InvalidJob, match="not an archive that `elche submit` makes"):
+        unpack(zipped(pax("comment=odd") * 3000, entry(tarfile.REGTYPE, 0)), tmp_path)
+
+
+def test_a_file_of_less_than_no_bytes_makes_no_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle, "MAX_UNPACKED_BYTES", MIB)
+    odd = pax("GNU.sparse.size=-1000000000") + entry(tarfile.REGTYPE, 0, "odd")
+    large = [entry(tarfile.REGTYPE, MIB, f"file-{number}") + bytes(MIB) for number in range(4)]
+    with pytest.raises(InvalidJob, match="more than"):
+        unpack(zipped(odd, *large), tmp_path)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= MIB

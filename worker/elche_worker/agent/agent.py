@@ -29,7 +29,7 @@ from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche.v1.job_pb2 import Fault
 from elche_worker.agent.artifacts import ArtifactWriter
 from elche_worker.agent.confinement import Confinement
-from elche_worker.agent.fitness import Fitness
+from elche_worker.agent.fitness import NO_THREADS, Fitness
 from elche_worker.agent.identity import AgentIdentity
 from elche_worker.agent.job_folders import JobFolders
 from elche_worker.agent.link_speed import LinkFault, listen, measure
@@ -76,6 +76,8 @@ them the agent would follow a silent log forever.
 MAX_DELIVERIES = 192
 """Most files that are sent at once. Each takes two threads and two open files, which this process also needs to start
 ranks."""
+NO_THREAD = "can't start new thread"
+"""What Python says, in a `RuntimeError`, when the system starts no more threads."""
 Order = TypeVar("Order", agent_pb2.SendModel, agent_pb2.SendLog, agent_pb2.StoreArtifacts)
 
 
@@ -148,6 +150,7 @@ class Agent:
         if not self._is_confined:
             submit_stopped_work(self._coordinator, self._tls, self._folders, self._stopped)
         threading.Thread(target=self._fitness.watch, args=(self._stopped,), daemon=True).start()
+        threading.Thread(target=self._processes.watch, args=(self._stopped,), daemon=True).start()
         retry_s, seen_s, logged_s = RETRY_S, time.monotonic(), -LOG_EVERY_S
         while not self._stopped.is_set():
             reason = self._serve()
@@ -189,6 +192,11 @@ class Agent:
                 self._processes.close()
                 raise Unreachable(f"the coordinator at {self._coordinator} refuses this worker: {reason}") from None
             return reason
+        except RuntimeError as error:
+            # By gRPC, for the connection.
+            if NO_THREAD not in str(error):
+                raise
+            return f"this worker {NO_THREADS}"
 
     def _has_new_token(self) -> bool:
         """True if the token has been replaced since it was read; the new one is used from then on."""
@@ -312,11 +320,12 @@ class Agent:
                 self._begin_delivery(self._store_artifacts, response.store_artifacts)
             # On threads: these wait for other processes and hosts, and the next order must not wait for them.
             case "send_stacks":
-                threading.Thread(target=self._send_stacks, args=(response.send_stacks,), daemon=True).start()
+                if not _begin(self._send_stacks, response.send_stacks):
+                    self._answer_stacks(response.send_stacks, f"its worker {NO_THREADS}")
             case "open_link":
-                threading.Thread(target=self._open_link, args=(response.open_link,), daemon=True).start()
+                _begin(self._open_link, response.open_link)
             case "try_link":
-                threading.Thread(target=self._try_link, args=(response.try_link,), daemon=True).start()
+                _begin(self._try_link, response.try_link)
             case "inject_fault":
                 self._inject_fault(response.inject_fault)
             case "stop_rank":
@@ -333,7 +342,9 @@ class Agent:
 
     def _send_stacks(self, order: agent_pb2.SendStacks) -> None:
         """Sends the stacks of a rank's threads."""
-        text = self._processes.stacks((order.job_id, order.rank, order.incarnation))
+        self._answer_stacks(order, self._processes.stacks((order.job_id, order.rank, order.incarnation)))
+
+    def _answer_stacks(self, order: agent_pb2.SendStacks, text: str) -> None:
         stacks = agent_pb2.RankStacks(job_id=order.job_id, rank=order.rank, incarnation=order.incarnation, text=text)
         self._outbound.send(agent_pb2.AttendRequest(rank_stacks=stacks))
 
@@ -386,7 +397,8 @@ class Agent:
             finally:
                 self._deliveries.release()
 
-        threading.Thread(target=run, daemon=True).start()
+        if not _begin(run):
+            self._deliveries.release()
 
     def _deliver(self, order: agent_pb2.SendModel) -> None:
         """Sends the model of a job whose ranks ran here, or the weights of one of its checkpoints. No other file can be
@@ -568,6 +580,18 @@ class Agent:
         if self._stopped.is_set():
             return  # this agent has ended the rank because it ends itself
         self._outbound.send(rank_exited(key, ended))
+
+
+def _begin(carry_out: Callable[..., None], *orders: Any) -> bool:
+    """Carries out an order on a thread. Returns False if none can be started: who waits for an answer then gives up,
+    and the next order, which may end the rank that has taken all threads, is carried out.
+    """
+    try:
+        threading.Thread(target=carry_out, args=orders, daemon=True).start()
+    except RuntimeError:
+        log.warning("an order is not carried out: this worker %s", NO_THREADS)
+        return False
+    return True
 
 
 def _waitable_s(seconds: float) -> float:

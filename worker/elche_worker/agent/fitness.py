@@ -1,4 +1,6 @@
-"""Whether this host can start ranks: not while what they need cannot be written, such as on a full disk."""
+"""Whether this host can start ranks: not while what they need cannot be written, such as on a full disk, or while it
+starts no more threads.
+"""
 
 import logging
 import threading
@@ -11,6 +13,10 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 5.0
 """Seconds between two looks."""
+NEEDED_THREADS = 16
+"""Threads that a rank needs at least, those of gRPC among them."""
+NO_THREADS = "can start no more threads: see `ulimit -u`, or its container's limit of processes"
+"""Said of a worker whose host's, or user's, processes have taken all that may be."""
 
 
 class Fitness:
@@ -31,7 +37,7 @@ class Fitness:
     def look(self) -> str:
         """Why no ranks can be started; empty if they can."""
         with self._looking:
-            problem = problem_of(self._work_dir)
+            problem = problem_of(self._work_dir) or _problem_of_threads()
             with self._telling:
                 before, self._problem = self._problem, problem
                 if problem and not before:
@@ -54,3 +60,22 @@ class Fitness:
         with self._telling:
             if self._problem:
                 self._tell(self._problem)
+
+
+def _problem_of_threads() -> str:
+    """Why a rank could not start its threads, as when a job has taken all processes that the worker's user may have;
+    empty if it can.
+    """
+    is_over, started = threading.Event(), []
+    try:
+        for _ in range(NEEDED_THREADS):
+            one = threading.Thread(target=is_over.wait, daemon=True)
+            one.start()
+            started.append(one)
+    except RuntimeError:
+        return f"it {NO_THREADS}"
+    finally:
+        is_over.set()
+        for one in started:
+            one.join()
+    return ""

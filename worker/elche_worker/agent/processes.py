@@ -44,6 +44,8 @@ LOOK_EVERY_S = 0.2
 GONE_S = 10.0
 """Seconds for which killed processes are waited for."""
 
+GO_ON_EVERY_S = 1.0
+"""Seconds between two looks at whether the spawner is stopped."""
 LATER = "--compiles-later"
 """Tells the spawner not to import PyTorch's compiler."""
 CHECK = 0
@@ -178,7 +180,10 @@ class Processes:
         With `waits_while_stopped`, a rank that was stopped (SIGSTOP) is killed only after it continues; a hanging one
         first has its stacks written to its log.
         """
-        threading.Thread(target=self._end, args=(key, grace_s, waits_while_stopped), daemon=True).start()
+        try:
+            threading.Thread(target=self._end, args=(key, grace_s, waits_while_stopped), daemon=True).start()
+        except RuntimeError:  # no thread can be started, as when this very rank has taken all: it gets no grace
+            self._signal_leader(key, signal.SIGKILL)
 
     def _end(self, key: Key, grace_s: float, waits_while_stopped: bool) -> None:
         """Carries out `stop`."""
@@ -251,13 +256,27 @@ class Processes:
             if self._spawner is not None:
                 self._spawner.kill()
 
+    def watch(self, is_over: threading.Event) -> None:
+        """Lets a spawner go on that was stopped (SIGSTOP), as by a rank, until `is_over`. No rank could begin or end
+        meanwhile, that of no job.
+        """
+        while not is_over.wait(GO_ON_EVERY_S):
+            with self._changed:
+                spawner = self._spawner
+            if spawner is not None:
+                spawner.go_on()
+
     def _need_spawner(self) -> "SpawnerProcess":
         if self._spawner is not None:
             return self._spawner
         return self._use(SpawnerProcess(self._num_slots, self._confinement))
 
     def _use(self, spawner: "SpawnerProcess") -> "SpawnerProcess":
-        threading.Thread(target=self._listen, args=(spawner,), name="spawner", daemon=True).start()
+        try:
+            threading.Thread(target=self._listen, args=(spawner,), name="spawner", daemon=True).start()
+        except RuntimeError as error:  # nobody would hear of its ranks
+            spawner.kill()
+            raise OSError(str(error)) from None
         if self._confinement is None:
             self._spawner = spawner
         return spawner
@@ -420,6 +439,12 @@ class SpawnerProcess:
     def _ask(self, **request: Any) -> None:
         with suppress(OSError):  # the spawner has died with its ranks, which `read_reports` reports
             self._socket.sendall(json.dumps(request).encode() + b"\n")
+
+    def go_on(self) -> None:
+        """Continues it if it is stopped."""
+        if _state_of(self._process.pid) == "T":
+            log.warning("the spawner, from which ranks are forked, was stopped (SIGSTOP): it goes on")
+            self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """Kills it and waits for its end."""

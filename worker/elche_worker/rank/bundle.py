@@ -8,7 +8,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 import grpc
 
@@ -20,6 +20,8 @@ from elche_worker.session.launch import Launch
 
 RETRY_S = 1.0
 """Seconds between two attempts of a download."""
+MAX_HEADER_BYTES = 64 << 10
+"""Most bytes of what an archive says of one file besides its data; the longest path in it takes a third of that."""
 GIVE_UP_S = 60.0
 """Seconds without a byte, over all attempts, after which a download fails."""
 
@@ -90,18 +92,40 @@ def _download(launch: Launch, channel: grpc.Channel, file: IO[bytes]) -> None:
             time.sleep(RETRY_S)
 
 
+_NO_ARCHIVE = (
+    *(tarfile.TarError, EOFError, ValueError, TypeError, FileExistsError, NotADirectoryError),
+    RecursionError,  # headers of headers
+)
+"""What reading raises for a file that is no archive, or a damaged one."""
+
+
+class _Header(tarfile.TarInfo):
+    """The header of an entry; checked before tarfile reads, whole into memory, what the entry says of the next one."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """As of `TarInfo`. Raises `InvalidJob` for what `elche submit` does not pack."""
+        info = super().frombuf(buf, encoding, errors)
+        if not (info.isreg() or info.type == tarfile.XHDTYPE):
+            raise InvalidJob(f"the folder of the job has {info.name[:200]!a}, which is not a regular file")
+        if info.type == tarfile.XHDTYPE and info.size > MAX_HEADER_BYTES:
+            raise InvalidJob(
+                f"the folder of the job has a header of {info.size} bytes: {MAX_HEADER_BYTES} are possible"
+            )
+        return info
+
+
 def unpack(archive: IO[bytes], folder: Path) -> None:
     """Unpacks a bundle into an empty folder. Raises `InvalidJob` for anything that `elche submit` does not pack: an
     entry that is not a regular file, a path outside of the folder, more files or bytes than the limits.
     """
     num_files = num_bytes = 0
     try:
-        with tarfile.open(fileobj=archive, mode="r|gz") as tar:
+        with tarfile.open(fileobj=archive, mode="r|gz", tarinfo=_Header) as tar:
             for info in tar:
-                num_files, num_bytes = num_files + 1, num_bytes + info.size
-                # Through a link, a file that comes after it could be written anywhere on this host.
-                if not info.isreg():
-                    raise InvalidJob(f"the folder of the job has {info.name[:200]!a}, which is not a regular file")
+                tar.members.clear()  # type: ignore[attr-defined]  # else tarfile would keep them all
+                # A file that has less than no bytes would make room for others.
+                num_files, num_bytes = num_files + 1, num_bytes + max(0, info.size)
                 # Checked by the sizes in the archive's headers before anything is written: a small archive may unpack
                 # to a full disk.
                 if num_files > MAX_FILES or num_bytes > MAX_UNPACKED_BYTES:
@@ -114,5 +138,5 @@ def unpack(archive: IO[bytes], folder: Path) -> None:
                 # `O_EXCL`: an archive with one path twice is refused, since nobody knows which of the files is meant.
                 with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, info.mode & 0o700), "wb") as file:
                     shutil.copyfileobj(source, file, 1 << 20)
-    except (tarfile.TarError, EOFError, ValueError, TypeError, FileExistsError, NotADirectoryError) as error:
+    except _NO_ARCHIVE as error:
         raise InvalidJob(f"the folder of the job is not an archive that `elche submit` makes: {error}") from error
