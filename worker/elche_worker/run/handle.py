@@ -36,7 +36,7 @@ class Handle:
     def __init__(self, job: JobDefinition, arguments: list[str]) -> None:
         self._job = job
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "elche_client", "run", *arguments, "--events", "--no-logs"],
+            [sys.executable, "-m", "elche_client", "run", "--events", "--no-logs", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -197,7 +197,7 @@ def start(job: JobDefinition, *, ranks: int, device: str, slow: Mapping[int, flo
     for name, setting in SETTINGS.items():
         text = setting.unparse(getattr(job, name))
         arguments += [setting.flag, text] if text else []
-    return Handle(job, arguments)
+    return Handle(job, [*arguments, "--", *sys.argv[1:]])  # the file may read what this program was given
 
 
 def _file_of(job: JobDefinition) -> Path:
