@@ -40,6 +40,7 @@ from elche_worker.user.callbacks import Callbacks, EpochMetrics, be_this_rank
 from elche_worker.user.device import Device
 from elche_worker.user.job import JobDefinition
 from elche_worker.user.loggers import Loggers
+from elche_worker.user.scalars import wide
 from elche_worker.user.schedule import LearningRates, Progress, rate_of
 
 FILE = "the job"
@@ -203,7 +204,7 @@ class _Training:
             self._rank.local_step += 1
             if self._rank.local_step == MEASURED_BATCHES:
                 self._loader.plan()
-            sums.add(EpochSums(1, batch.size, loss.detach(), scalars))
+            sums.add(EpochSums(1, batch.size, wide(loss), scalars))
         return sums
 
     def _state(self) -> TrainedState:

@@ -23,7 +23,7 @@ def record_scalar(name: str, value: float | torch.Tensor) -> None:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise ValueError(f"record_scalar({name!r}): a tensor of shape {tuple(value.shape)} is not a scalar")
-        value = value.detach().reshape(())
+        value = wide(value)
     if name not in _recorded:
         _check_name(name)
     total, count = _recorded.get(name, (0.0, 0))
@@ -37,6 +37,15 @@ def _check_name(name: str) -> None:
         )
     if len(_recorded) >= MAX_SCALARS:
         raise ValueError(f"record_scalar({name!r}): more than {MAX_SCALARS} names were recorded in one batch")
+
+
+def wide(value: torch.Tensor) -> torch.Tensor:
+    """A tensor's only value, without its graph and in the widest precision of its device, as sums need it.
+
+    A sum in bf16 leaves out all that is added to it once it has 256 equal values.
+    """
+    widest = torch.float32 if value.device.type == "mps" else torch.float64  # MPS has no float64
+    return value.detach().reshape(()).to(widest)
 
 
 def number_of(value: Any) -> float | None:
