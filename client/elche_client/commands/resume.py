@@ -31,7 +31,15 @@ from elche_client.options import JobOptions
 DEPTH = 4
 """Number of folders above a checkpoint that are searched for its run's folder."""
 RECORD = "record.json"
-COMMAND_TYPES = {"file": str, "name": str, "resume": str, "settings": dict, "arguments": list, "environment": dict}
+COMMAND_TYPES = {
+    "file": str,
+    "folder": str,
+    "name": str,
+    "resume": str,
+    "settings": dict,
+    "arguments": list,
+    "environment": dict,
+}
 
 
 def resume_job(job_id: str, options: JobOptions, address: str, *, as_json: bool) -> int:
@@ -93,7 +101,26 @@ def resume_here(
     )
     path = file or _source(folder, Path(manifest["file_name"]))
     print_notice(f"resuming from {folder}")
-    return kind(path=path, options=options, device=device, out=out, as_json=as_json, shows_logs=shows_logs).run()
+    return kind(
+        path=path,
+        options=options,
+        device=device,
+        out=out,
+        as_json=as_json,
+        shows_logs=shows_logs,
+        working_folder=None if file else _working_folder(command),
+    ).run()
+
+
+def _working_folder(command: dict[str, Any]) -> Path | None:
+    """The working directory of a run's ranks, from which their file reads relative paths; None for this process's."""
+    folder = command.get("folder", "")
+    if not os.path.isabs(folder):  # of a version that did not note it
+        return None
+    if not os.path.isdir(folder):
+        print_notice(f"the run's working directory, {folder}, is gone: relative paths are read from {Path.cwd()}")
+        return None
+    return Path(folder)
 
 
 def _read_above(checkpoint: Path, name: str) -> dict[str, Any]:
@@ -110,8 +137,8 @@ def _is_command(command: dict[str, Any]) -> bool:
     if not all(isinstance(command.get(name, type_()), type_) for name, type_ in COMMAND_TYPES.items()):
         return False
     environment = command.get("environment", {})
-    texts = [command.get("file", ""), *command.get("arguments", ()), *environment, *environment.values()]
-    return all(isinstance(one, str) and one.isprintable() for one in texts[:1]) and all(
+    texts = [command.get("file", ""), command.get("folder", ""), *command.get("arguments", ()), *environment, *environment.values()]
+    return all(isinstance(one, str) and one.isprintable() for one in texts[:2]) and all(
         isinstance(one, str) for one in texts
     )
 
@@ -152,7 +179,7 @@ def _source(folder: Path, original: Path) -> Path:
     if not copy.is_file() or not copy.stat().st_size:
         raise InvalidJob(f"{original} {what}, and the checkpoint has no copy of it: elche resume {folder} FILE")
     print_notice(f"{original} {what}; its copy in the checkpoint is used. Name FILE to use another")
-    return copy
+    return copy.absolute()
 
 
 def replay_run(
@@ -188,8 +215,15 @@ def replay_run(
         arguments=options.arguments or tuple(command.get("arguments", ())),
         environment={**command.get("environment", {}), **options.environment},
     )
-    path = _source(folder, path)
-    return LocalRun(path=path, options=options, device=device, out=out, as_json=as_json, shows_logs=shows_logs).run()
+    return LocalRun(
+        path=_source(folder, path),
+        options=options,
+        device=device,
+        out=out,
+        as_json=as_json,
+        shows_logs=shows_logs,
+        working_folder=_working_folder(command),
+    ).run()
 
 
 def replay_here(
