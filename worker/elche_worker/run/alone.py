@@ -198,13 +198,13 @@ class _Training:
             data = self._loader.transfer.receive(batch.data, batch.event)
             if data is None:
                 sums.add(EpochSums(0, batch.size, num_skipped=1))
-                continue
-            loss, scalars = self._step.run(data, batch.size)
-            self._mean.move(batch.size)
+            else:
+                loss, scalars = self._step.run(data, batch.size)
+                sums.add(EpochSums(1, batch.size, wide(loss), scalars))
+            self._mean.move(batch.size)  # rounds count the samples of skipped batches, too
             self._rank.local_step += 1
             if self._rank.local_step == MEASURED_BATCHES:
                 self._loader.plan()
-            sums.add(EpochSums(1, batch.size, wide(loss), scalars))
         return sums
 
     def _state(self) -> TrainedState:
