@@ -143,7 +143,9 @@ def test_a_run_is_repeated_and_resumed_as_it_was_from_another_folder_after_its_f
     done = elche("run", str(path), *options, *scale, limit_s=200)
     assert done.code == 0, done.err
     (tmp_path / "elsewhere").mkdir()
-    resumed = command(mark, "elche_client", "resume", "../out", "--epochs", "3", cwd=tmp_path / "elsewhere", limit_s=200)
+    resumed = command(
+        mark, "elche_client", "resume", "../out", "--epochs", "3", cwd=tmp_path / "elsewhere", limit_s=200
+    )
     assert resumed.code == 0, resumed.err
     path.write_text(path.read_text() + "\njob = dataclasses.replace(job, seed=7)\n")
     assert replay(tmp_path / "out", out=tmp_path / "again").difference == ""

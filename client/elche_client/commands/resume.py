@@ -137,7 +137,13 @@ def _is_command(command: dict[str, Any]) -> bool:
     if not all(isinstance(command.get(name, type_()), type_) for name, type_ in COMMAND_TYPES.items()):
         return False
     environment = command.get("environment", {})
-    texts = [command.get("file", ""), command.get("folder", ""), *command.get("arguments", ()), *environment, *environment.values()]
+    texts = [
+        command.get("file", ""),
+        command.get("folder", ""),
+        *command.get("arguments", ()),
+        *environment,
+        *environment.values(),
+    ]
     return all(isinstance(one, str) and one.isprintable() for one in texts[:2]) and all(
         isinstance(one, str) for one in texts
     )

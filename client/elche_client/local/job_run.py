@@ -324,7 +324,12 @@ class LocalRun:
     ) -> None:
         self.processes.stop_first(agent)  # while the coordinator runs, for the ranks' last messages
         agent.log = folder / "agent.log"
-        order = {"coordinator": address, "slots": slots, "work_dir": str(folder.absolute()), "log": str(agent.log.absolute())}
+        order = {
+            "coordinator": address,
+            "slots": slots,
+            "work_dir": str(folder.absolute()),
+            "log": str(agent.log.absolute()),
+        }
         agent.tell(json.dumps(order))
 
     def _follow(self, handle: "JobHandle") -> tuple[JobResult, int]:
