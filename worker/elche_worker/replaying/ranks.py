@@ -110,8 +110,8 @@ class ReplayedRank:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context in which this process is the rank's: its random numbers, arguments, environment, working directory, and
-        the job's modules.
+        """Context in which this process is the rank's: its random numbers, arguments, environment and folder, and the
+        job's modules.
         """
         had = {name: os.environ.get(name) for name in self._environment}
         before = capture_rng_state()
