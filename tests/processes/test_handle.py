@@ -39,11 +39,11 @@ if __name__ == "__main__":
 """
 
 
-def run(mark: Mark, path: Path) -> "subprocess.CompletedProcess[str]":
+def run(mark: Mark, path: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """Runs the file, beside which is one with the name of a package that elche imports."""
     (path.parent / "click.py").write_text("raise ImportError('this is no package')\n")
     return subprocess.run(
-        [sys.executable, "-W", "always::ResourceWarning", str(path)],
+        [sys.executable, "-W", "always::ResourceWarning", str(path), *arguments],
         cwd=path.parent,
         env=mark.environment(),
         capture_output=True,
@@ -53,8 +53,8 @@ def run(mark: Mark, path: Path) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def started(mark: Mark, path: Path) -> Any:
-    done = run(mark, path)
+def started(mark: Mark, path: Path, *arguments: str) -> Any:
+    done = run(mark, path, *arguments)
     assert done.returncode == 0, done.stderr
     assert "ResourceWarning: unclosed file <_io" not in done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -96,6 +96,14 @@ def test_a_start_that_is_not_guarded_is_refused(mark: Mark, job_file: JobFile) -
     done = run(mark, path)
     assert done.returncode == 1
     assert "must stand under `if __name__ == '__main__':`" in done.stderr
+
+
+def test_the_ranks_get_the_programs_arguments(mark: Mark, job_file: JobFile) -> None:
+    """`python train.py --lr 0.1` would train with the file's default on each rank, and succeed."""
+    read = "import sys\nif sys.argv[1:] != ['--lr', '0.1 x']:\n    raise SystemExit(f'not these: {sys.argv}')"
+    path = job_file("linear.py", read)
+    path.write_text(path.read_text() + "\n".join(main_of("epochs=1")))
+    assert "error" not in started(mark, path, "--lr", "0.1 x")
 
 
 @pytest.mark.parametrize("setting", ["seed=-1", "policy='weekly'"])

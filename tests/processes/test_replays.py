@@ -11,7 +11,7 @@ import pytest
 from elche.errors import InvalidJob
 from elche_audit.rank_file import read
 from elche_worker import replay
-from support.real_processes import Cluster, Command
+from support.real_processes import Cluster, Command, Mark, command
 
 pytestmark = pytest.mark.slow(reason="ranks are killed and started again")
 
@@ -119,3 +119,34 @@ def test_a_job_that_was_sent_with_its_folder_is_repeated_in_its_copy(
     next(run.glob("code-*")).rename(tmp_path / "elsewhere")
     with pytest.raises(InvalidJob, match=r"code-[0-9a-f]{12}, the folder of the job, is missing"):
         replay(run)
+
+
+READ = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--scale", type=float, required=True)
+scale = parser.parse_args().scale
+scaled = train_step
+job = dataclasses.replace(job, train_step=lambda model, batch: scaled(model, batch) | {"scale": scale})
+"""
+
+
+def test_a_run_is_repeated_and_resumed_as_it_was_from_another_folder_after_its_file_was_edited(
+    mark: Mark, elche: Elche, job_file: JobFile, tmp_path: Path
+) -> None:
+    """It has its arguments, its working directory and what is beside the file."""
+    path = job_file("linear.py", SENT, READ)
+    (path.parent / "helper.py").write_text(HELPER)
+    (path.parent / "offset.txt").write_text("0.25")
+    scale = ("--", "--scale", "2")
+    options = ("--verify", "--epochs", "2", "--checkpoint-every-epochs", "1", "--out", "out")
+    done = elche("run", str(path), *options, *scale, limit_s=200)
+    assert done.code == 0, done.err
+    (tmp_path / "elsewhere").mkdir()
+    resumed = command(
+        mark, "elche_client", "resume", "../out", "--epochs", "3", cwd=tmp_path / "elsewhere", limit_s=200
+    )
+    assert resumed.code == 0, resumed.err
+    path.write_text(path.read_text() + "\njob = dataclasses.replace(job, seed=7)\n")
+    assert replay(tmp_path / "out", out=tmp_path / "again").difference == ""
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()

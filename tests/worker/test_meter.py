@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
+from elche_worker import TrainingJob, record_scalar
 from elche_worker.telemetry.meter import MAX_BATCH_TIMES, Meter
+from elche_worker.user.scalars import take_scalars
 
 
 def meter_of(*losses: float, size: int = 4, epoch: int = 0) -> Meter:
@@ -83,3 +86,27 @@ def test_losses_on_an_accelerator_are_not_read_before_the_round() -> None:
     assert isinstance(loss_sum, torch.Tensor)
     assert not loss_sum.requires_grad, "else every graph of the round stays in memory"
     assert meter.take_work().to_messages()[0].loss_sum == pytest.approx(6.0)
+
+
+def test_losses_and_scalars_of_a_narrow_precision_are_summed_in_a_wide_one() -> None:
+    """A sum in bf16 stays at 256: 300 losses of 1 would be 0.85 on the average."""
+    meter, one = Meter(reads_losses=False), torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(300):
+        record_scalar("recorded", one)
+        meter.add_batch(0, 4, one, take_scalars())
+    work = meter.take_work().to_messages()[0]
+    assert (work.loss_sum, work.scalars["recorded"].sum) == (300.0, 300.0)
+
+
+def test_a_model_in_bf16_has_the_mean_loss_of_its_epoch() -> None:
+    seen: list[object] = []
+    TrainingJob(
+        model=lambda: nn.Linear(1, 1, dtype=torch.bfloat16),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.0),
+        dataset=lambda: [torch.zeros(1, dtype=torch.bfloat16)] * 300,
+        train_step=lambda model, batch: {"loss": model(batch).sum() * 0 + 1, "told": model.weight.sum() * 0 + 1},
+        batch_size=1,
+        epochs=1,
+        metrics_fn=lambda metrics: seen.append((metrics.loss, metrics.scalars["told"])),
+    ).run(device="cpu")
+    assert seen == [(1.0, 1.0)]

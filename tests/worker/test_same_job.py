@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from elche.errors import InvalidJob
+from elche_worker.outer import Nesterov
 from elche_worker.run.same_job import check_is_of_file
 
 FILE = """
@@ -104,6 +105,18 @@ def test_a_job_that_is_made_alike_is_the_files(script: Any) -> None:
 def test_a_job_whose_functions_have_other_values_is_refused(script: Any, arguments: Any, name: str) -> None:
     with pytest.raises(InvalidJob, match=rf"runs the `job` of its file, and this one has another {name}: "):
         check_is_of_file(script.job_with(*arguments))
+
+
+@pytest.mark.parametrize(
+    "changed", [{"batch_size": {"": 8}}, {"batch_size": lambda device: 8}, {"outer_optimizer": Nesterov(lr=0.3)}]
+)
+def test_a_setting_that_no_option_can_say_is_refused_unless_it_is_the_files(script: Any, changed: Any) -> None:
+    """The ranks have it from the file: it would be lost in silence."""
+    other, (name,) = replace(script.job, **changed), changed
+    with pytest.raises(InvalidJob, match=f"this one has another {name}: "):
+        check_is_of_file(other)
+    script.job = other
+    check_is_of_file(replace(other, epochs=2))
 
 
 def test_partial_functions_are_compared_by_what_they_hold(script: Any) -> None:

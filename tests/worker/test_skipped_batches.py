@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from elche.errors import InvalidJob
+from elche_worker import TrainingJob
 from elche_worker.data.dataset import AsItIs
 from elche_worker.data.fetching import Fetch, FetchError
 from elche_worker.data.lease_loader import LeasedPart, LeaseLoader
@@ -118,3 +119,23 @@ def test_an_evaluation_says_what_it_cannot_leave_out() -> None:
     )
     with pytest.raises(InvalidJob, match=r"collate_fn gave None for a batch of eval_dataset\(\)"):
         train_alone(job)
+
+
+def test_alone_too_skipped_batches_count_as_steps_and_in_the_average_of_the_weights() -> None:
+    """A rank of a job counts them, since their samples are done."""
+    steps: list[tuple[int, float]] = []
+    job = TrainingJob(
+        model=lambda: nn.Linear(1, 1, bias=False),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
+        dataset=lambda: torch.zeros(2, 1),
+        train_step=lambda model, batch: -model.weight.sum(),
+        collate_fn=EveryOther(),
+        batch_size=1,
+        epochs=2,
+        ema=0.5,
+        epoch_fn=lambda rank, epoch: steps.append((rank.local_step, rank.model.weight.item())),
+    )
+    mean = train_alone(job).params["weight"].item()
+    (_, first), (num_steps, _) = steps
+    assert num_steps == 2
+    assert mean - first == pytest.approx(1.375)  # half of the way to 0, 1, 1 and 2 above the first weight

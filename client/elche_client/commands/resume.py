@@ -33,6 +33,7 @@ DEPTH = 4
 RECORD = "record.json"
 COMMAND_TYPES = {
     "file": str,
+    "folder": str,
     "name": str,
     "resume": str,
     "settings": dict,
@@ -103,7 +104,26 @@ def resume_here(
     options = replace(options, slow_factors=options.slow_factors or there)
     path = file or _source(folder, Path(manifest["file_name"]))
     print_notice(f"resuming from {folder}")
-    return kind(path=path, options=options, device=device, out=out, as_json=as_json, shows_logs=shows_logs).run()
+    return kind(
+        path=path,
+        options=options,
+        device=device,
+        out=out,
+        as_json=as_json,
+        shows_logs=shows_logs,
+        working_folder=None if file else _working_folder(command),
+    ).run()
+
+
+def _working_folder(command: dict[str, Any]) -> Path | None:
+    """The working directory of a run's ranks, from which their file reads relative paths; None for this process's."""
+    folder = command.get("folder", "")
+    if not os.path.isabs(folder):  # of a version that did not note it
+        return None
+    if not os.path.isdir(folder):
+        print_notice(f"the run's working directory, {folder}, is gone: relative paths are read from {Path.cwd()}")
+        return None
+    return Path(folder)
 
 
 def _read_above(checkpoint: Path, name: str) -> dict[str, Any]:
@@ -129,8 +149,14 @@ def _is_command(command: dict[str, Any]) -> bool:
     except (ValueError, TypeError):
         return False
     environment = command.get("environment", {})
-    texts = [command.get("file", ""), *command.get("arguments", ()), *environment, *environment.values()]
-    return all(isinstance(one, str) and one.isprintable() for one in texts[:1]) and all(
+    texts = [
+        command.get("file", ""),
+        command.get("folder", ""),
+        *command.get("arguments", ()),
+        *environment,
+        *environment.values(),
+    ]
+    return all(isinstance(one, str) and one.isprintable() for one in texts[:2]) and all(
         isinstance(one, str) for one in texts
     )
 
@@ -171,7 +197,7 @@ def _source(folder: Path, original: Path) -> Path:
     if not copy.is_file() or not copy.stat().st_size:
         raise InvalidJob(f"{original} {what}, and the checkpoint has no copy of it: elche resume {folder} FILE")
     print_notice(f"{original} {what}; its copy in the checkpoint is used. Name FILE to use another")
-    return copy
+    return copy.absolute()
 
 
 def replay_run(
@@ -207,8 +233,15 @@ def replay_run(
         arguments=options.arguments or tuple(command.get("arguments", ())),
         environment={**command.get("environment", {}), **options.environment},
     )
-    path = _source(folder, path)
-    return LocalRun(path=path, options=options, device=device, out=out, as_json=as_json, shows_logs=shows_logs).run()
+    return LocalRun(
+        path=_source(folder, path),
+        options=options,
+        device=device,
+        out=out,
+        as_json=as_json,
+        shows_logs=shows_logs,
+        working_folder=_working_folder(command),
+    ).run()
 
 
 def replay_here(

@@ -102,6 +102,8 @@ class LocalRun:
     as_events: bool = False
     shows_logs: bool = True
     """True if the output of the ranks is shown."""
+    working_folder: Path | None = None
+    """Working directory of the ranks; None: this process's."""
     folder: Path | None = None
     """`out`, once it is created."""
     notifications: NotificationQueue = field(default_factory=SimpleQueue)
@@ -179,6 +181,7 @@ class LocalRun:
         command = {
             "name": self.record.name,
             "file": str(self.path.resolve()),
+            "folder": str(self.working_folder or Path.cwd()),
             "settings": dict(options.settings),
             "num_ranks": options.num_ranks,
             "slow_factors": dict(options.slow_factors),
@@ -242,7 +245,13 @@ class LocalRun:
         """Starts the agent, which checks the file before it gets the coordinator's address."""
         options, environment = self.options, {VARIABLE: self.token, **dict.fromkeys(OF_OTHERS, "")}
         agent = ChildProcess(
-            "agent", AGENT, [str(os.getpid())], self.notifications, captures_stdout=True, environment=environment
+            "agent",
+            AGENT,
+            [str(os.getpid())],
+            self.notifications,
+            captures_stdout=True,
+            environment=environment,
+            folder=self.working_folder,
         )
         self.processes.add(agent)
         words = arguments_of(self.path, options, self.device)
@@ -317,7 +326,12 @@ class LocalRun:
     ) -> None:
         self.processes.stop_first(agent)  # while the coordinator runs, for the ranks' last messages
         agent.log = folder / "agent.log"
-        order = {"coordinator": address, "slots": slots, "work_dir": str(folder), "log": str(agent.log)}
+        order = {
+            "coordinator": address,
+            "slots": slots,
+            "work_dir": str(folder.absolute()),
+            "log": str(agent.log.absolute()),
+        }
         agent.tell(json.dumps(order))
 
     def _follow(self, handle: "JobHandle") -> tuple[JobResult, int]:

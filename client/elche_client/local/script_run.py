@@ -98,7 +98,15 @@ class ScriptRun(LocalRun):
             }
             name, log = f"rank {rank}", folder / f"rank-{rank}.log"
             arguments = [str(os.getpid()), str(self.path), *self.options.arguments]
-            process = ChildProcess(name, RUNNER, arguments, self.notifications, log=log, environment=environment)
+            process = ChildProcess(
+                name,
+                RUNNER,
+                arguments,
+                self.notifications,
+                log=log,
+                environment=environment,
+                folder=self.working_folder,
+            )
             self.processes.add(process)
             self._running[name] = process
 

@@ -21,7 +21,7 @@ from elche_worker.model.savable import check_steps, needs_closure, problem_of_mo
 from elche_worker.model.trial import unchanged
 from elche_worker.user.job import JobDefinition
 from elche_worker.user.loading import refused
-from elche_worker.user.scalars import MAX_NAME_CHARS, Sum, described, number_of, take_scalars
+from elche_worker.user.scalars import MAX_NAME_CHARS, Sum, described, number_of, take_scalars, wide
 
 MAX_METRICS = 1000
 """Most metrics or recorded values of one function, to bound reports."""
@@ -477,7 +477,7 @@ def named(returned: Mapping[Any, Any], function: str, file_name: str) -> dict[st
 
 def _plain(name: str, value: Any, file_name: str) -> float | torch.Tensor:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.detach().reshape(())
+        return wide(value)
     number = None if isinstance(value, torch.Tensor) else number_of(value)
     if number is not None:
         return number

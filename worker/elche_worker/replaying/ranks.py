@@ -54,11 +54,11 @@ class ReplayedRank:
         self._num_leased = 0
         self._rounds = recording.rounds
         self._module: Any = None
-        self._code = recording.code
+        self._code, self._folder = recording.code, recording.working_folder
         self._modules: dict[str, Any] = {}
         """Those that it has imported from the job's folder."""
+        self._argv = [recording.file_name, *start.arguments]
         self._environment = {**recording.environment, "ELCHE_RANK": str(start.rank)}
-        self._arguments = [start.file_name, *start.arguments]
         self._view: Any = None
         self._random: dict[str, Any] | None = None
         launch = Launch(
@@ -110,16 +110,16 @@ class ReplayedRank:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context in which this process is the rank's: its random numbers, environment and arguments, and the job's
-        modules and folder.
+        """Context in which this process is the rank's: its random numbers, arguments, environment and folder, and the
+        job's modules.
         """
         had = {name: os.environ.get(name) for name in self._environment}
-        before, arguments = capture_rng_state(), sys.argv
+        before = capture_rng_state()
         os.environ.update(self._environment)
-        sys.argv = self._arguments
-        here = Path.cwd()
+        here, argv, sys.argv = Path.cwd(), sys.argv, self._argv
+        if self._folder is not None:
+            os.chdir(self._folder)
         if self._code is not None:
-            os.chdir(self._code)
             sys.path.append(str(self._code))
             sys.modules.update(self._modules)
         if self._module is not None:
@@ -136,13 +136,13 @@ class ReplayedRank:
         finally:
             self._random = capture_rng_state()
             restore_rng_state(before)
-            sys.argv = arguments
             if self._code is not None:
                 self._modules = _modules_of(self._code)
                 for name in self._modules:
                     del sys.modules[name]
                 sys.path.remove(str(self._code))
-                os.chdir(here)
+            os.chdir(here)
+            sys.argv = argv
             for name, value in had.items():
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 

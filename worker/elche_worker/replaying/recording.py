@@ -1,6 +1,7 @@
 """Reads what the rank processes of a run have written, and refuses a recording that lacks anything a replay needs."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -57,6 +58,8 @@ class Recording:
     file_name: str
     code: Path | None
     """The folder with which the job was sent, in which its ranks ran; None: it was a single file."""
+    working_folder: Path | None
+    """Working directory of the ranks; None: this process's."""
     environment: Mapping[str, str]
     files: Mapping[str, RankFile]
     """By name, in order of rank and incarnation: the processes that were in any round."""
@@ -74,7 +77,7 @@ class Recording:
         moved = self.folder / "checkpoints" / self.job / Path(place).name
         if not moved.exists():
             raise InvalidJob(f"{self.folder}: the checkpoint {Path(place).name}, from which it went on, is missing")
-        return str(moved)
+        return str(moved.absolute())
 
 
 def read_recording(folder: Path, *, until_round: int | None, attempt: int | None) -> Recording:
@@ -113,6 +116,7 @@ def read_recording(folder: Path, *, until_round: int | None, attempt: int | None
         source=source,
         file_name=file_name,
         code=code,
+        working_folder=code or _working_folder(command),
         environment={str(name): str(value) for name, value in dict(command.get("environment", {})).items()},
         files=files,
         generations=generations,
@@ -220,9 +224,15 @@ def _code(folder: Path, place: Path, files: Mapping[str, RankFile]) -> Path | No
     return code
 
 
+def _working_folder(command: Mapping[str, Any]) -> Path | None:
+    """The working directory of a run on this machine, if it is known and still there."""
+    folder = str(command.get("folder", ""))
+    return Path(folder) if os.path.isabs(folder) and os.path.isdir(folder) else None
+
+
 def _source(place: Path, files: Mapping[str, RankFile], code: Path | None) -> tuple[str, str]:
-    """The job's file and its name: at its original path, where its imports are found, if it has not changed. It is in
-    `code`, if the job was sent with its folder.
+    """The job's file as it was, and its original path, beside which its imports and data are found. It is in `code`, if
+    the job was sent with its folder.
     """
     starts = [file.start for file in files.values()]
     start = starts[0]
@@ -232,7 +242,7 @@ def _source(place: Path, files: Mapping[str, RankFile], code: Path | None) -> tu
         return source, start.file_name
     for path in (Path(start.file_name), place / f"job-{start.source}.py"):
         if source_digest(source := _text(path)) == start.source:
-            return source, str(path)
+            return source, start.file_name
     raise InvalidJob(f"{place}: job-{start.source}.py, the job's file, is missing, and {start.file_name} is another")
 
 

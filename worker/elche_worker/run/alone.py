@@ -40,6 +40,7 @@ from elche_worker.user.callbacks import Callbacks, EpochMetrics, be_this_rank
 from elche_worker.user.device import Device
 from elche_worker.user.job import JobDefinition
 from elche_worker.user.loggers import Loggers
+from elche_worker.user.scalars import wide
 from elche_worker.user.schedule import LearningRates, Progress, rate_of
 
 FILE = "the job"
@@ -193,16 +194,15 @@ class _Training:
                 self._rates.set(self._rank.progress)
             data = self._loader.transfer.receive(batch.data, batch.event)
             if data is None:
-                self._rank.num_trained += batch.size
                 sums.add(EpochSums(0, batch.size, num_skipped=1))
-                continue
-            loss, scalars = self._step.run(data, batch.size)
-            self._mean.move(batch.size)
+            else:
+                loss, scalars = self._step.run(data, batch.size)
+                sums.add(EpochSums(1, batch.size, wide(loss), scalars))
+            self._mean.move(batch.size)  # rounds count the samples of skipped batches, too
             self._rank.num_trained += batch.size
             self._rank.local_step += 1
             if self._rank.local_step == MEASURED_BATCHES:
                 self._loader.plan()
-            sums.add(EpochSums(1, batch.size, loss.detach(), scalars))
         return sums
 
     def _state(self) -> TrainedState:

@@ -37,7 +37,7 @@ class Handle:
         self._job = job
         self._process = subprocess.Popen(
             # With -P, since `-m` would import from the working directory first, such as a user's own queue.py.
-            [sys.executable, "-P", "-m", "elche_client", "run", *arguments, "--events", "--no-logs"],
+            [sys.executable, "-P", "-m", "elche_client", "run", "--events", "--no-logs", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -202,7 +202,7 @@ def start(job: JobDefinition, *, ranks: int, device: str, slow: Mapping[int, flo
     for name, setting in SETTINGS.items():
         text = setting.unparse(getattr(job, name))
         arguments += [setting.flag, text] if text else []
-    return Handle(job, arguments)
+    return Handle(job, [*arguments, "--", *sys.argv[1:]])  # the file may read what this program was given
 
 
 def _file_of(job: JobDefinition) -> Path:

@@ -56,9 +56,9 @@ class TrainingJob(JobDefinition):
     ) -> "Handle":
         """Starts a coordinator and local ranks, and returns at once; the handle gives metrics and the trained state.
 
-        The ranks run the file that defines the job, under the name `job`; so the call must be under `if __name__ ==
-        "__main__":`. `slow` maps ranks to factors by which they are slowed down. `out` is the folder for logs and
-        model.
+        The ranks run the file that defines the job, under the name `job`, with this program's arguments (`sys.argv`);
+        so the call must be under `if __name__ == "__main__":`. `slow` maps ranks to factors by which they are slowed
+        down. `out` is the folder for logs and model.
         """
         from elche_worker.run.handle import start
 

@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -30,7 +30,7 @@ def check_is_of_file(job: JobDefinition) -> None:
     defined = getattr(module, "job", None)
     if module is None or not isinstance(defined, JobDefinition):
         return
-    own = [field.name for field in fields(job) if field.name not in SETTINGS]
+    own = [field.name for field in fields(job) if not has_text(field.name, getattr(job, field.name))]
     for name in own:
         if not _are_alike(getattr(job, name), getattr(defined, name)):
             raise InvalidJob(
@@ -50,6 +50,11 @@ def check_is_of_file(job: JobDefinition) -> None:
             )
 
 
+def has_text(name: str, value: object) -> bool:
+    """True for a setting whose value the ranks get as an option's text; others they have from the file."""
+    return name in SETTINGS and SETTINGS[name].unparse(value) is not None
+
+
 def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
     """The user's function inside decorators and `functools.partial`."""
     inner = inspect.unwrap(function)
@@ -57,8 +62,8 @@ def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _are_alike(one: Any, other: Any) -> bool:
-    """True for the same object, for equal plain values, and for functions with the same code and alike defaults and
-    closures.
+    """True for the same object, for equal plain values, for data classes with alike fields, and for functions with the
+    same code and alike defaults and closures.
     """
     if one is other:
         return True
@@ -80,6 +85,8 @@ def _are_alike(one: Any, other: Any) -> bool:
         case FunctionType():
             beside = [[f.__defaults__, f.__kwdefaults__, list(f.__closure__ or ())] for f in (one, other)]
             return one.__code__ == other.__code__ and _are_alike(*beside)
+        case _ if is_dataclass(one) and not isinstance(one, type):
+            return all(_are_alike(getattr(one, field.name), getattr(other, field.name)) for field in fields(one))
         case _:
             return False
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from elche.v1 import rank_pb2
-from elche_worker.user.scalars import MAX_SCALARS, Sum
+from elche_worker.user.scalars import MAX_SCALARS, Sum, wide
 
 MAX_BATCH_TIMES = 64
 """Newest batch times that a report carries; `BatchesTrained.batch_ms` has this limit."""
@@ -112,7 +112,7 @@ class Meter:
         self.local_step += 1
         self.num_processed += num_samples
         self.work.weight += num_samples
-        value = loss.item() if self._reads_losses else loss.detach()
+        value = loss.item() if self._reads_losses else wide(loss)
         part = value if fraction == 1 else value * fraction if fraction else 0.0
         sums = EpochSums(1, num_samples, part, scalars if fraction else {})
         self.work.epochs.setdefault(epoch, EpochSums()).add(sums)

@@ -10,7 +10,7 @@ from elche.v1 import rank_pb2
 from elche_worker.trainer.attachment import Attachment
 from elche_worker.trainer.plans import Step
 from elche_worker.trainer.saving import Position
-from elche_worker.user.scalars import take_scalars
+from elche_worker.user.scalars import take_scalars, wide
 
 
 class ProgressTracker:
@@ -85,7 +85,7 @@ class ProgressTracker:
     def add_loss(self, loss: torch.Tensor) -> None:
         """Adds one batch's loss, without waiting for the device."""
         if self.attachment.is_attached:
-            self._loss_sum = self._loss_sum + loss.detach()
+            self._loss_sum = self._loss_sum + wide(loss)
             self._num_losses += 1
 
     def add_step(

@@ -24,7 +24,7 @@ def record_scalar(name: str, value: float | torch.Tensor) -> None:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise ValueError(f"record_scalar({name!r}): a tensor of shape {tuple(value.shape)} is not a scalar")
-        value = value.detach().reshape(())
+        value = wide(value)
     elif (number := number_of(value)) is None:
         raise ValueError(f"record_scalar({name!r}): the value must be a number, not {described(value)}")
     else:
@@ -42,6 +42,15 @@ def _check_name(name: str) -> None:
         )
     if len(_recorded) >= MAX_SCALARS:
         raise ValueError(f"record_scalar({name!r}): more than {MAX_SCALARS} names were recorded in one batch")
+
+
+def wide(value: torch.Tensor) -> torch.Tensor:
+    """A tensor's only value, without its graph and in the widest precision of its device, as sums need it.
+
+    A sum in bf16 leaves out all that is added to it once it has 256 equal values.
+    """
+    widest = torch.float32 if value.device.type == "mps" else torch.float64  # MPS has no float64
+    return value.detach().reshape(()).to(widest)
 
 
 def number_of(value: Any) -> float | None:
