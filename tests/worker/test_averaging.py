@@ -231,6 +231,17 @@ def test_one_rank_alone_keeps_its_parameters() -> None:
     assert models[0].weight[0, 0].item() == pytest.approx(0.1)  # type: ignore[index]
 
 
+def test_a_rank_alone_keeps_statistics_of_batches_that_it_trains_during_an_averaging() -> None:
+    """It makes rounds like others where these have a moving average, or an outer step."""
+    ranks = Ranks([nn.BatchNorm1d(2)], outer=outer_optimizers.Nesterov())
+    ranks.start(0, row(ranks.layouts[0], weight=64), keeps_snapshot=True)
+    ranks.models[0](torch.randn(8, 2))
+    newer = ranks.models[0].running_mean.clone()  # type: ignore[union-attr, operator]
+    ranks.complete(0, has_newer_steps=True)
+    assert newer.abs().sum() > 0
+    assert torch.equal(ranks.models[0].running_mean, newer)  # type: ignore[arg-type]
+
+
 def test_a_rank_alone_has_its_result_and_keeps_no_copy_of_it() -> None:
     (model,) = weights(0.1)
     ranks = Ranks([model])

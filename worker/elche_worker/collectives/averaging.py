@@ -264,7 +264,7 @@ class Averaging:
         self._streams.take_back(averaged.broadcast_bytes)
         if has_newer_steps and not averaged.is_discarded:
             # result + (parameters now - snapshot): the newer steps stay, as if they had been made on the result.
-            self._layout.correct(self.reduction.bounds)
+            self._layout.correct(self.reduction.bounds, is_alone=len(averaged.rows) == 1)
         else:
             self._layout.apply()
         if (raw := averaged.broadcast_bytes).numel():

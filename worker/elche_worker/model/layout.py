@@ -343,10 +343,11 @@ class Layout:
         return _norm(changes), _norm(sizes)
 
     @torch.no_grad()
-    def correct(self, bounds: Mapping[Kind, Bounds] | None = None) -> None:
+    def correct(self, bounds: Mapping[Kind, Bounds] | None = None, *, is_alone: bool = False) -> None:
         """Adds the corrections of `compare`, (result - snapshot), to trained parameters and averaged moments, so that
-        newer steps are kept; replaces everything else by the result. `bounds` has, by kind, those of its
-        trained parameters: a sum goes beyond one only as far as the newer steps or the result already do.
+        newer steps are kept; replaces everything else by the result, unless the rank `is_alone`: then the result has
+        nothing that its newer values lack. `bounds` has, by kind, those of its trained parameters: a sum goes beyond
+        one only as far as the newer steps or the result already do.
         """
         for kind, views in self._views.items():
             entries, known = self.of_kind(kind), (bounds or {}).get(kind, [])
@@ -354,7 +355,8 @@ class Layout:
             parts = zip(entries, views, _views(self._snapshot[kind], entries), limits, strict=True)
             for entry, view, correction, ends in parts:
                 if not entry.is_corrected:
-                    _copy_all([(entry.tensor, view)])
+                    if not is_alone:
+                        _copy_all([(entry.tensor, view)])
                     continue
                 if entry.moment in NOT_NEGATIVE:
                     # The next step divides by its root, and would be huge for a value near 0.
