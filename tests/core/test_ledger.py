@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from elche.extent import Extent
+from elche.shards import shuffled_shards
 from elche_coordinator.core.invariants import check_ledger
 from elche_coordinator.core.messages.ids import Epoch, Rank
 from elche_coordinator.core.work.intervals import IntervalSet
@@ -295,12 +296,23 @@ def test_how_much_is_leased_at_once_does_not_change_the_batches_of_shards(at_onc
     assert sorted(cut) == sorted(min(batch, size - at) for size in sizes for at in range(0, size, batch))
 
 
+def test_the_shard_in_which_an_epoch_ends_has_its_place_in_the_order():
+    """It was read after all others, unlike by `job.run()`."""
+    sizes = (20, 20, 20, 20)
+    order = shuffled_shards(sizes, seed=2, epoch=0)
+    assert order[-1] != 3, "which lacks its last five samples"
+    ledger = Ledger(Extent(dataset_size=80, epochs=1, batch_size=25, drop_last=True), shards=ShardOrder(sizes, seed=2))
+    leases = iter(lambda: ledger.grant(Rank(0), Epoch(0), 10), [])
+    read = [lease.offset // 20 for granted in leases for lease in granted]
+    assert list(dict.fromkeys(read)) == order
+
+
 def test_a_resumed_job_reads_the_shards_to_their_ends_that_were_begun():
     """They were read last, after all others: not the order in which the job had read them without an end."""
     shards, free = ShardOrder((20, 20, 20, 20), seed=1), IntervalSet([(0, 20), (30, 40), (50, 80)])
-    first, cursor = shards.take(free, 0, 10, 10, None)
+    first, cursor = shards.take(free, 0, 10, 10, None, 80)
     assert (first, cursor) == ([(30, 40)], None)
-    second, cursor = shards.take(free, 0, 10, 10, cursor)
+    second, cursor = shards.take(free, 0, 10, 10, cursor, 80)
     assert (second, cursor) == ([(50, 60)], None)
-    assert shards.take(free, 0, 100, 10, cursor)[0][0][0] in (0, 60)
+    assert shards.take(free, 0, 100, 10, cursor, 80)[0][0][0] in (0, 60)
     assert not free

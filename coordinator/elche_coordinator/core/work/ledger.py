@@ -328,7 +328,8 @@ class Ledger:
         if self._shards is None:
             return free.take(num_samples)
         size, cursor = self._batch_sizes.get(rank, self.extent.batch_size), self._cursors.get((rank, epoch))
-        taken, self._cursors[rank, epoch] = self._shards.take(free, epoch, num_samples, size, cursor)
+        end = self.extent.epoch_size(epoch)
+        taken, self._cursors[rank, epoch] = self._shards.take(free, epoch, num_samples, size, cursor, end)
         return taken
 
     def grant_slice(self, rank: Rank, epoch: Epoch, offset: int, size: int) -> Lease:
