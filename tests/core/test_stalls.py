@@ -107,9 +107,17 @@ def test_a_first_batch_that_takes_much_longer_than_the_others_is_one(simulate):
     assert simulation.clock.now_s > 60.0
 
 
+def test_first_batches_of_all_ranks_that_never_end_are_stalls(simulate):
+    """Data workers that waited for a lock: the job was shown as training, without a word, for ever."""
+    simulation = simulate([RankModel(batch_ms=FOREVER_MS)] * 2)
+    simulation.run_until(lambda: len(stalls(simulation)) == 2, limit_s=1000.0)
+    assert simulation.clock.now_s > 900.0
+    assert not any(report.usual_ms for report in stalls(simulation))
+
+
 def test_slow_batches_are_no_stall(simulate):
-    """40 minutes a batch is slow, not stalled."""
-    simulation = simulate(ranks(2_400_000, 2_400_000), dataset_size=100)
+    """14 minutes a batch is slow, not stalled."""
+    simulation = simulate(ranks(840_000, 840_000), dataset_size=100)
     simulation.run()
     assert stalls(simulation) == []
 

@@ -1,7 +1,6 @@
 """Finds stalled ranks, which make no batch for longer than their history allows; `silence` reports them."""
 
 from collections.abc import Mapping
-from math import inf
 
 from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.records.ranks import RankRecord
@@ -14,6 +13,10 @@ LEAST_S = 10.0
 """Allowed silence is this many seconds plus the larger of `BATCHES` batch times and `GAPS` times the longest gap."""
 FIRST_S = 60.0
 """As `LEAST_S`, for a first batch, for which only some ranks may have to compile."""
+UNKNOWN_FIRST_S = 900.0
+"""As `FIRST_S`, where no rank has made a batch: longer than most compilations, and a job whose ranks all wait for a lock
+would be shown as training for ever.
+"""
 BATCHES = 20.0
 """Number of batch times in the allowed silence."""
 GAPS = 4.0
@@ -27,9 +30,9 @@ class StallWatch:
 
     A rank is stalled when it has work, waits for no other, and is silent for longer than 10 s plus the larger of 20 of
     its batch times and 4 times the longest gap between its reports. One without any batch is stalled after 60 s plus 20
-    times the slowest first batch of the others, and never if no other has made one. An averaging, and an evaluation,
-    may take 10 s plus 20 times as long as before; a rank's first evaluation 60 s plus 20 times the longest of the
-    others'.
+    times the slowest first batch of the others, or after 15 minutes if no other has made one. An averaging, and an
+    evaluation, may take 10 s plus 20 times as long as before; a rank's first evaluation 60 s plus 20 times the longest
+    of the others'.
     """
 
     def __init__(self) -> None:
@@ -87,12 +90,10 @@ class StallWatch:
         return found, next_s
 
     def patience_s(self, record: RankRecord) -> float:
-        """Allowed silence in seconds: by the rank's own batches, before its first one by the others' first batches;
-        infinite without any.
-        """
+        """Allowed silence in seconds: by the rank's own batches, before its first one by the others' first batches."""
         if record.local_step > 0:
             usual_ms = record.ms_per_batch if record.usual_ms is None else record.usual_ms
             usual_s = self._first_s.get(record.rank, 0.0) if usual_ms is None else usual_ms / 1000
             return LEAST_S + max(BATCHES * usual_s, GAPS * self.gaps_s.get(record.rank, 0.0))
         others = [first_s for rank, first_s in self._first_s.items() if rank != record.rank]
-        return FIRST_S + BATCHES * max(others) if others else inf
+        return FIRST_S + BATCHES * max(others) if others else UNKNOWN_FIRST_S
