@@ -109,8 +109,8 @@ def _notes(dataset_size: int, batch_size: int, num_ranks: int, drop_last: bool) 
         )
     if dataset_size < batch_size * num_ranks:
         return [
-            f"the data set of {dataset_size} samples is shorter than one batch of {batch_size} for each of "
-            f"{num_ranks} ranks: it is trained, but some ranks will have nothing to do"
+            f"the data set (samples: {dataset_size}) is shorter than one batch of {batch_size} for each of {num_ranks} "
+            "ranks: it is trained, but some ranks will have nothing to do"
         ]
     return []
 

@@ -14,8 +14,8 @@ LEAST_S = 10.0
 FIRST_S = 60.0
 """As `LEAST_S`, for a first batch, for which only some ranks may have to compile."""
 UNKNOWN_FIRST_S = 900.0
-"""As `FIRST_S`, where no rank has made a batch: longer than most compilations. A job whose ranks all wait for a lock would
-be shown as training for ever.
+"""As `FIRST_S`, where no rank has made a batch: longer than most compilations. A job whose ranks all wait for a lock
+would be shown as training for ever.
 """
 BATCHES = 20.0
 """Number of batch times in the allowed silence."""
