@@ -47,6 +47,9 @@ class Ranks:
     def warm_up(self) -> None:
         return
 
+    def watch(self, is_over: threading.Event) -> None:
+        return
+
     def kill_all(self) -> None:
         self.ended.set()
 
