@@ -325,6 +325,7 @@ class LeaseLoader:
     def stop(self) -> None:
         """Stops fetching, ends worker processes and drops ready batches."""
         self._is_stopped = True
+        self._fetch_here.give_back()
         self._num_left = 0
         # The thread sleeps in one of two places: without leases, or without room.
         self._news.release()
