@@ -140,7 +140,9 @@ def test_a_batch_that_cannot_be_copied_is_refused_only_if_it_must_be() -> None:
     assert [collate([torch.ones(1)]).values.item() for _ in range(5)] == [1.0] * 5
     shared = Unshared(lambda samples: Locked(torch.cat(samples, out=BUFFER[:1])))
     assert shared([torch.ones(1)]).values.item() == 1.0
-    with pytest.raises(InvalidJob, match=r"collate_fn fills the memory of a batch again .* its Locked cannot be copied"):
+    with pytest.raises(
+        InvalidJob, match=r"collate_fn fills the memory of a batch again .* its Locked cannot be copied"
+    ):
         shared([torch.zeros(1)])
 
 
@@ -148,7 +150,7 @@ def test_a_batch_that_cannot_be_copied_is_refused_only_if_it_must_be() -> None:
 @pytest.mark.parametrize(
     "made",
     [
-        lambda samples: torch.nested.nested_tensor(samples),
+        torch.nested.nested_tensor,
         lambda samples: torch.nested.nested_tensor(samples, layout=torch.jagged),
         lambda samples: torch.masked.masked_tensor(samples[0], torch.ones(3, dtype=torch.bool)),
     ],

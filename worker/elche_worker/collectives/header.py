@@ -83,6 +83,8 @@ def check_together(rows: Sequence[Row]) -> None:
     first = rows[0]
     for position, row in enumerate(rows):
         if (row.attempt, row.generation, row.round) != (first.attempt, first.generation, first.round):
-            raise RanksDiffer(f"the ranks at positions 0 and {position} met in different rounds: {first.round} and {row.round}")
+            raise RanksDiffer(
+                f"the ranks at positions 0 and {position} met in different rounds: {first.round} and {row.round}"
+            )
         if row.layout_hash != first.layout_hash:
             raise RanksDiffer(f"the models of the ranks at positions 0 and {position} differ")

@@ -45,7 +45,7 @@ def _check_name(name: str) -> None:
 
 
 def wide(value: torch.Tensor) -> torch.Tensor:
-    """A tensor's only value, without its graph and in the widest precision that its kind of device has, as sums need it.
+    """A tensor's only value, without its graph and in the widest precision of its kind of device, as sums need it.
 
     A sum in bf16 leaves out all that is added to it once it has 256 equal values.
     """
