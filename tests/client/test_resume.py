@@ -1,6 +1,7 @@
 """What `elche checkpoints` and `elche resume` read from the folder of a run."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,6 +116,18 @@ def write_run(folder: Path, *, loop: bool = False, **record: Any) -> Path:
 
 def go_on(place: Path, options: JobOptions, file: Path | None = None) -> int:
     return resume.resume_here(str(place), file, options, device="cpu", out=None, as_json=False)
+
+
+def test_a_run_in_a_folder_with_an_unusual_name_is_no_damaged_one(
+    tmp_path: Path, begun: list[tuple[str, JobOptions, Path]]
+) -> None:
+    """A space that does not break, as some systems write it, and bytes that are no UTF-8."""
+    write_run(tmp_path)
+    command = json.loads((tmp_path / COMMAND).read_text())
+    for name in ("my\u00a0runs", os.fsdecode(b"runs-\xff")):
+        (tmp_path / COMMAND).write_text(json.dumps({**command, "folder": str(tmp_path / name)}))
+        assert go_on(tmp_path, JobOptions()) == 0
+    assert len(begun) == 2
 
 
 def test_what_is_asked_for_wins_over_what_the_checkpoint_was_made_with(

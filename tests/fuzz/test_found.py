@@ -182,7 +182,11 @@ def test_a_sweep_with_dates_and_numbers_that_are_none_is_refused(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    "change", [{"file": 5}, {"arguments": 7}, {"environment": []}, {"settings": "x"}, {"file": "\0"}]
+    "change",
+    [
+        *({"file": 5}, {"arguments": 7}, {"environment": []}, {"settings": "x"}),
+        *({"file": "\0"}, {"folder": "\ud800"}, {"arguments": ["\0"]}),
+    ],
 )
 def test_a_run_whose_command_is_damaged_is_not_repeated(run: Path, change: dict[str, Any]) -> None:
     command = json.loads((run / "run.json").read_text())

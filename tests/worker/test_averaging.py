@@ -219,7 +219,7 @@ def test_values_that_are_not_finite_are_flagged() -> None:
 
 
 def test_ranks_with_other_models_or_other_rounds_are_refused() -> None:
-    with pytest.raises(RanksDiffer, match="the models of ranks 0 and 1 differ"):
+    with pytest.raises(RanksDiffer, match="the models of the ranks at positions 0 and 1 differ"):
         round_of(weights(1.0, 2.0), lambda position, layout: row(layout, layout_hash=position))
     with pytest.raises(RanksDiffer, match="met in different rounds: 7 and 8"):
         round_of(weights(1.0, 2.0), lambda position, layout: row(layout, round=7 + position))

@@ -134,6 +134,23 @@ def test_a_header_that_never_ends_takes_no_memory(kind: bytes, tmp_path: Path) -
         tracemalloc.stop()
 
 
+def test_sparse_files_are_refused_before_their_parts_are_read(tmp_path: Path) -> None:
+    """20 kB of archive listed ten million parts, in a GB of the rank's memory."""
+    keys = ("major=1", "minor=0", "name=x", "realsize=0")
+    records = "".join(f"{len(key) + 15} GNU.sparse.{key}\n" for key in keys).encode()
+    parts = b"1000000\n" + b"0\n" * 2_000_000
+    head = entry(tarfile.XHDTYPE, len(records)) + records.ljust(512, b"\0")
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidJob, match="the folder of the job has a sparse file"):
+            unpack(zipped(head, entry(tarfile.REGTYPE, len(parts)), parts), tmp_path)
+        with pytest.raises(InvalidJob, match="'x', which is not a regular file"):
+            unpack(zipped(entry(tarfile.GNUTYPE_SPARSE, 0)), tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 20 * MIB
+    finally:
+        tracemalloc.stop()
+
+
 def test_headers_of_headers_are_no_archive(tmp_path: Path) -> None:
     """The job ended with the words of a RecursionError."""
     with pytest.raises(InvalidJob, match="not an archive that `elche submit` makes"):

@@ -339,15 +339,33 @@ def test_what_a_callback_tells_a_data_set_does_not_reach_samples_of_another_epoc
     silence.
     """
     dataset = Told(10**9)
-    for _ in range(2):  # the second time as after a checkpoint
+    for _ in range(2):
         loader, wake = loader_of(dataset)
         loader.add(LeasedPart(id=1, epoch=1, offset=0, size=10))
         assert take(loader, wake).data.unique().tolist() == [1]
         dataset.set_epoch(0)
         loader.add(LeasedPart(id=2, epoch=1, offset=10, size=10))
         assert take(loader, wake).data.unique().tolist() == [1]
+        assert capsys.readouterr().err.count("set_epoch() of the data set is without effect here") == 1
         loader.stop()
-    assert capsys.readouterr().err.count("set_epoch() of the data set is without effect here") == 1
+        dataset.set_epoch(7)  # by what goes on with it after `job.run()`
+        assert dataset.epoch == 7
+
+
+class Checked(Told):
+    """A data set with a class that checks what is set, as those of pydantic do."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in ("epoch", "size"):
+            raise ValueError(f"no field {name}")
+        super().__setattr__(name, value)
+
+
+def test_a_data_set_that_lets_nothing_be_set_is_read_all_the_same() -> None:
+    loader, wake = loader_of(Checked(10**9))
+    loader.add(LeasedPart(id=1, epoch=2, offset=0, size=10))
+    assert take(loader, wake).data.unique().tolist() == [2]
+    loader.stop()
 
 
 class Asking(Indices):

@@ -89,13 +89,16 @@ def test_a_file_that_ends_itself_is_told_where_its_arguments_belong() -> None:
 
 @pytest.mark.parametrize(
     ("argument", "code", "kind"),
-    [("-h", 0, HelpShown), ("-h", 1, HelpShown), ("-h", 2, InvalidJob), ("x", 0, InvalidJob)],
+    [
+        *[("-h", 0, HelpShown), ("-h", 1, HelpShown), ("-h", 2, InvalidJob), ("x", 0, InvalidJob)],
+        *[("--version", 0, HelpShown), ("--version 2", 0, InvalidJob)],
+    ],
 )
 def test_a_file_that_was_asked_for_its_help_and_has_shown_it_has_no_fault(
     monkeypatch: pytest.MonkeyPatch, argument: str, code: int, kind: type[Exception]
 ) -> None:
     """`elche run train.py -- --help` went on with a message about arguments, and ended with code 2."""
-    monkeypatch.setattr(sys, "argv", ["train.py", argument])
+    monkeypatch.setattr(sys, "argv", ["train.py", *argument.split()])
     with pytest.raises(InvalidJob) as raised:
         load_job(f"raise SystemExit({code})\njob = 1", "train.py")
     assert type(raised.value) is kind

@@ -1,6 +1,7 @@
 """Batches keep their values until they are trained, whatever memory the user's code fills again."""
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from elche.errors import InvalidJob
 from elche_worker import Trainer, TrainerConfig
 from elche_worker.data.dataset import Shuffled
 from elche_worker.data.lease_loader import LeasedPart, LeaseLoader
@@ -122,6 +124,66 @@ def test_values_of_any_type_are_watched(dtype: torch.dtype) -> None:
     copies += [same(None) for _ in range(1)]
     copies += [same(None) for _ in range(1)]
     assert all(one is not kept for one in copies)
+
+
+class Locked(Own):
+    """A batch that cannot be copied."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__(values)
+        self.lock = threading.Lock()
+
+
+def test_a_batch_that_cannot_be_copied_is_refused_only_if_it_must_be() -> None:
+    """Jobs whose batches share nothing failed in collating the first one."""
+    collate = Unshared(lambda samples: Locked(torch.stack(samples)))
+    assert [collate([torch.ones(1)]).values.item() for _ in range(5)] == [1.0] * 5
+    shared = Unshared(lambda samples: Locked(torch.cat(samples, out=BUFFER[:1])))
+    assert shared([torch.ones(1)]).values.item() == 1.0
+    with pytest.raises(
+        InvalidJob, match=r"collate_fn fills the memory of a batch again .* its Locked cannot be copied"
+    ):
+        shared([torch.zeros(1)])
+
+
+@pytest.mark.filterwarnings("ignore")  # such tensors are prototypes
+@pytest.mark.parametrize(
+    "made",
+    [
+        torch.nested.nested_tensor,
+        lambda samples: torch.nested.nested_tensor(samples, layout=torch.jagged),
+        lambda samples: torch.masked.masked_tensor(samples[0], torch.ones(3, dtype=torch.bool)),
+    ],
+)
+def test_a_batch_whose_values_cannot_be_read_is_trained(made: Any) -> None:
+    """Its checksum failed, and with that the job."""
+    collate = Unshared(lambda samples: {"values": made(samples)})
+    for _ in range(5):
+        batch = collate([torch.ones(3)])["values"]
+        assert type(batch) is type(made([torch.ones(3)]))
+
+
+def test_attributes_that_a_tensor_was_given_stay() -> None:
+    def with_lengths(samples: list[torch.Tensor]) -> Any:
+        batch: Any = torch.stack(samples)
+        batch.lengths = [len(sample) for sample in samples]
+        return batch
+
+    assert Unshared(with_lengths)([torch.ones(3)]).lengths == [3]
+
+
+def test_a_first_batch_that_is_skipped_is_not_the_one_to_watch() -> None:
+    """It never changes: later batches were taken for unshared, and trained with the values of others."""
+    calls: list[int] = []
+
+    def into_tensor_later(samples: list[torch.Tensor]) -> Any:
+        calls.append(1)
+        return into_tensor(samples) if len(calls) > 1 else None
+
+    collate = Unshared(into_tensor_later)
+    batches = [collate([torch.full((1,), float(at))]) for at in range(6)]
+    assert batches[0] is None
+    assert [batch["values"].item() for batch in batches[1:]] == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 class OpenFile:

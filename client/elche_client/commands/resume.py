@@ -141,7 +141,7 @@ def _slow_factors(command: dict[str, Any]) -> dict[int, float]:
 
 
 def _is_command(command: dict[str, Any]) -> bool:
-    """True if what is there of a run's command has the right types, and its texts are such as a file system has."""
+    """True if what is there of a run's command has the right types, and its texts are such as a system has."""
     if not all(isinstance(command.get(name, type_()), type_) for name, type_ in COMMAND_TYPES.items()):
         return False
     try:
@@ -149,16 +149,16 @@ def _is_command(command: dict[str, Any]) -> bool:
     except (ValueError, TypeError):
         return False
     environment = command.get("environment", {})
-    texts = [
-        command.get("file", ""),
-        command.get("folder", ""),
-        *command.get("arguments", ()),
-        *environment,
-        *environment.values(),
-    ]
-    return all(isinstance(one, str) and one.isprintable() for one in texts[:2]) and all(
-        isinstance(one, str) for one in texts
-    )
+    paths = (command.get("file", ""), command.get("folder", ""))
+    return all(map(_is_given, (*paths, *command.get("arguments", ()), *environment, *environment.values())))
+
+
+def _is_given(text: object) -> bool:
+    """True for a text that a file can have as its path, and a process as an argument."""
+    try:
+        return isinstance(text, str) and b"\0" not in os.fsencode(text)
+    except UnicodeError:
+        return False
 
 
 def _refuse_complete(run: Path, options: JobOptions, more: str) -> None:

@@ -71,7 +71,7 @@ class AveragingOptions:
         return [0 if is_out else weight for is_out, weight in zip(self.discarded(rows), weights, strict=True)]
 
     def source(self, rows: Sequence[Row]) -> int:
-        """Position of the source: the lowest of the ranks with the newest version, preferably one whose values are not
+        """Position of the source: the first of the ranks with the newest version, preferably one whose values are not
         left out.
         """
         are_out = self.discarded(rows)
@@ -83,6 +83,8 @@ def check_together(rows: Sequence[Row]) -> None:
     first = rows[0]
     for position, row in enumerate(rows):
         if (row.attempt, row.generation, row.round) != (first.attempt, first.generation, first.round):
-            raise RanksDiffer(f"ranks 0 and {position} met in different rounds: {first.round} and {row.round}")
+            raise RanksDiffer(
+                f"the ranks at positions 0 and {position} met in different rounds: {first.round} and {row.round}"
+            )
         if row.layout_hash != first.layout_hash:
-            raise RanksDiffer(f"the models of ranks 0 and {position} differ")
+            raise RanksDiffer(f"the models of the ranks at positions 0 and {position} differ")

@@ -64,12 +64,12 @@ class NotAgain:
 
 
 def _taken_over(dataset: Any) -> Any:
-    """The data set's `set_epoch`, or None. From now on nobody else can call it."""
+    """The data set's `set_epoch`, or None. Until `Fetch.give_back` nobody else can call it."""
     set_epoch = getattr(dataset, "set_epoch", None)
-    if isinstance(set_epoch, NotAgain):  # of an earlier loader
+    if isinstance(set_epoch, NotAgain):  # of a loader that was not stopped
         return set_epoch.original
     if callable(set_epoch):
-        with suppress(AttributeError, TypeError):  # a class with slots
+        with suppress(Exception):  # a class with slots, or with checks of its own
             dataset.set_epoch = NotAgain(set_epoch)
     return set_epoch
 
@@ -140,6 +140,11 @@ class Fetch:
     def dataset(self) -> Any:
         """The user's data set."""
         return self._dataset
+
+    def give_back(self) -> None:
+        """Lets others call the data set's `set_epoch` again, as a script that goes on with the same data set."""
+        if isinstance(getattr(self._dataset, "set_epoch", None), NotAgain):
+            self._dataset.set_epoch = self._set_epoch
 
     @property
     def may_draw(self) -> bool:

@@ -140,7 +140,7 @@ def _of_workers(error: BaseException) -> BaseException:
 def _all_files_open() -> int:
     """The limit of open files that a worker process has reached, which then cannot send a batch; 0 if none has."""
     for worker in multiprocessing.active_children():
-        with suppress(OSError):  # it has ended
+        with suppress(OSError, AttributeError):  # it has ended, or this is not Linux
             limit, _ = resource.prlimit(worker.pid or 0, resource.RLIMIT_NOFILE)
             if len(os.listdir(f"/proc/{worker.pid}/fd")) >= limit - FILES_OF_A_BATCH:
                 return limit
@@ -325,6 +325,7 @@ class LeaseLoader:
     def stop(self) -> None:
         """Stops fetching, ends worker processes and drops ready batches."""
         self._is_stopped = True
+        self._fetch_here.give_back()
         self._num_left = 0
         # The thread sleeps in one of two places: without leases, or without room.
         self._news.release()

@@ -106,13 +106,18 @@ class _Header(tarfile.TarInfo):
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
         """As of `TarInfo`. Raises `InvalidJob` for what `elche submit` does not pack."""
         info = super().frombuf(buf, encoding, errors)
-        if not (info.isreg() or info.type == tarfile.XHDTYPE):
+        # Not `isreg`: it is also true of sparse files, which list their parts in further blocks.
+        if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.XHDTYPE):
             raise InvalidJob(f"the folder of the job has {info.name[:200]!a}, which is not a regular file")
         if info.type == tarfile.XHDTYPE and info.size > MAX_HEADER_BYTES:
             raise InvalidJob(
                 f"the folder of the job has a header of {info.size} bytes: {MAX_HEADER_BYTES} are possible"
             )
         return info
+
+    def _proc_gnusparse_10(self, *_: object) -> None:
+        """Called by tarfile before it reads the parts of a sparse file, a number for each, from the file's data."""
+        raise InvalidJob("the folder of the job has a sparse file")
 
 
 def unpack(archive: IO[bytes], folder: Path) -> None:

@@ -145,7 +145,8 @@ class Trainer:
             world.agree(problem_of(model, optimizer))
             take_form(model)
             # Of a search for the learning rate, say: without elche the loop's `zero_grad()` may come before `backward`.
-            model.zero_grad(set_to_none=True)
+            for parameter in model.parameters():
+                parameter.grad = None
             model.to(world.device)
             optimizers = Optimizers(optimizer)
             optimizers.follow_parameters()

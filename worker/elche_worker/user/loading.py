@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -57,7 +58,8 @@ def leave_if_forked(error: BaseException) -> None:
 
 
 def _is_asked_for_help() -> bool:
-    return not ASK_FOR_HELP.isdisjoint(sys.argv[1:])
+    """False for options of these names that have a value, such as the version of a data set."""
+    return any(one in ASK_FOR_HELP and after.startswith("-") for one, after in pairwise([*sys.argv[1:], "-"]))
 
 
 _is_loading = False

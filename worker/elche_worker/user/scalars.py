@@ -45,11 +45,12 @@ def _check_name(name: str) -> None:
 
 
 def wide(value: torch.Tensor) -> torch.Tensor:
-    """A tensor's only value, without its graph and in the widest precision of its device, as sums need it.
+    """A tensor's only value, without its graph and in the widest precision of its kind of device, as sums need it.
 
     A sum in bf16 leaves out all that is added to it once it has 256 equal values.
     """
-    widest = torch.float32 if value.device.type == "mps" else torch.float64  # MPS has no float64
+    # MPS has no float64, nor have some of Intel's cards.
+    widest = torch.float64 if value.device.type in ("cpu", "cuda") else torch.float32
     return value.detach().reshape(()).to(widest)
 
 
