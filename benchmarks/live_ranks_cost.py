@@ -104,8 +104,9 @@ async def started(driver: Driver, num_ranks: int) -> AsyncIterator[agent_pb2.Sta
     _, _, queue = attend(driver, hello)
     spec = JobSpec(name="played", source_hash="", file_name="job.py", num_ranks=num_ranks)
     driver.handle(JobSubmitted(job_id=JobId("played"), spec=spec, submitted_at=0.0))
-    async for message in queue:
-        if message.HasField("start_rank"):
+    async for order in queue:
+        message = driver.order_message(order)
+        if message is not None and message.HasField("start_rank"):
             yield message.start_rank
 
 

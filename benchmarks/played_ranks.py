@@ -202,7 +202,9 @@ class PlayedRank:
         """Sends a message, numbered if it is to be kept."""
         self._seq += is_kept
         seq = self._seq if is_kept else 0
-        self._put(name, rank_pb2.ConverseRequest(**{name: message}, seq=seq, heard=self._heard).SerializeToString())
+        self._put(
+            name, rank_pb2.ConverseRequest(**{name: message}, seq=seq, num_received=self._heard).SerializeToString()
+        )
 
     def _put(self, name: str, data: bytes) -> None:
         self.figures.sent[name] = self.figures.sent.get(name, 0) + 1
@@ -362,7 +364,7 @@ class PlayedRank:
         )
         body = header + own.SerializeToString()
         self._seq += 1
-        rest = rank_pb2.ConverseRequest(seq=self._seq, heard=self._heard).SerializeToString()
+        rest = rank_pb2.ConverseRequest(seq=self._seq, num_received=self._heard).SerializeToString()
         self._put("sync_ack", ACK_TAG + _varint(len(body)) + body + rest)
         self._world.on_acknowledged(round_id)
         self._go_on()
@@ -412,7 +414,7 @@ async def play(
     converse: Converse,
     measure: Callable[[World], Coroutine[None, None, None]],
 ) -> None:
-    """Plays the ranks that are started, and measures meanwhile."""
+    """Plays the ranks that are started, and measures meanwhile. An error of a rank ends it."""
     connecting = asyncio.Semaphore(CONNECTING)
     ranks: list[asyncio.Task[None]] = []
 
@@ -420,17 +422,16 @@ async def play(
         await connecting.acquire()
         await PlayedRank(start.rank, world, start.secret).run(converse, connecting.release)
 
-    async def attend() -> None:
-        async for start in started:
-            ranks.append(asyncio.ensure_future(run(start)))
+    async with asyncio.TaskGroup() as group:
 
-    attending = asyncio.ensure_future(attend())
-    try:
+        async def attend() -> None:
+            async for start in started:
+                ranks.append(group.create_task(run(start)))
+
+        attending = group.create_task(attend())
         await measure(world)
-    finally:
         for task in (*ranks, attending):
             task.cancel()
-        await asyncio.wait([*ranks, attending])
 
 
 def _now_s() -> float:
