@@ -111,7 +111,8 @@ def test_a_device_that_computes_wrong_is_left_out_of_a_round(cluster: Cluster, j
     handle = cluster.client.submit(job_file("linear.py", WRONG, REPLACE.format(how)), num_ranks=2, verify_rounds=True)
     events = [report for report in handle.watch() if isinstance(report, UserEvent)]
     result = handle.result()
-    assert [event.rank for event in events] in ([1], [1, 1])  # a round may be entered before the rank has the result
+    # A round may be entered before the rank has the result.
+    assert [event.rank for event in events] in ([1], [1, 1]), [event.text for event in events]
     assert "left out of the average" in events[0].text
     assert result.committed_samples == (NUM_SAMPLES,) * 15
     assert 0 < result.discarded_samples < 3 * NUM_SAMPLES, "of a round or two, which are long on a busy machine"
@@ -126,7 +127,8 @@ def test_a_device_that_computes_wrong_after_a_resume_is_left_out(cluster: Cluste
     handle = cluster.client.resume(first.id, epochs=20)
     events = [report for report in handle.watch() if isinstance(report, UserEvent)]
     result = handle.result()
-    assert [event.rank for event in events] in ([1], [1, 1])  # a round may be entered before the rank has the result
+    # A round may be entered before the rank has the result.
+    assert [event.rank for event in events] in ([1], [1, 1]), [event.text for event in events]
     assert "left out of the average" in events[0].text
     assert result.committed_samples == (NUM_SAMPLES,) * 20
     assert result.metrics["mse"] < 4.0

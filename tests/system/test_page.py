@@ -365,8 +365,8 @@ def test_a_button_that_is_pressed_stays_until_it_is_released(crowd_url: str, ope
     page.evaluate(caught)  # what the buttons do is another test's
     pressed = [page.locator("#actions").get_by_role("button", name="Pause"), page.locator("#ranks button").first]
     for number, button in enumerate(pressed, start=1):
-        box = button.bounding_box()
-        assert box is not None
+        # None if it is drawn anew at this moment.
+        box = eventually(button.bounding_box, "it is there")
         page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
         page.mouse.down()
         updates = num_updates(page)
