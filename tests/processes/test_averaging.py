@@ -109,11 +109,14 @@ def test_a_device_that_computes_wrong_is_left_out_of_a_round(cluster: Cluster, j
     how = f"epochs=15, max_anchor=1, train_step=train_step, {more}"
     how += ", after_round=lambda *_: rounds.append(None)"
     handle = cluster.client.submit(job_file("linear.py", WRONG, REPLACE.format(how)), num_ranks=2, verify_rounds=True)
-    events = [report for report in handle.watch() if isinstance(report, UserEvent)]
+    # Not that a rank has had little of its share, which may be said on a busy machine.
+    left_out = [
+        report.rank
+        for report in handle.watch()
+        if isinstance(report, UserEvent) and "left out of the average" in report.text
+    ]
     result = handle.result()
-    # A round may be entered before the rank has the result.
-    assert [event.rank for event in events] in ([1], [1, 1]), [event.text for event in events]
-    assert "left out of the average" in events[0].text
+    assert left_out in ([1], [1, 1])  # a round may be entered before the rank has the result
     assert result.committed_samples == (NUM_SAMPLES,) * 15
     assert 0 < result.discarded_samples < 3 * NUM_SAMPLES, "of a round or two, which are long on a busy machine"
     assert result.metrics["mse"] < 4.0
@@ -125,10 +128,13 @@ def test_a_device_that_computes_wrong_after_a_resume_is_left_out(cluster: Cluste
     first = cluster.client.submit(path, num_ranks=2, epochs=2, checkpoint_every_epochs=1)
     assert first.result().metrics["mse"] < 20.0
     handle = cluster.client.resume(first.id, epochs=20)
-    events = [report for report in handle.watch() if isinstance(report, UserEvent)]
+    # Not that a rank has had little of its share, which may be said on a busy machine.
+    left_out = [
+        report.rank
+        for report in handle.watch()
+        if isinstance(report, UserEvent) and "left out of the average" in report.text
+    ]
     result = handle.result()
-    # A round may be entered before the rank has the result.
-    assert [event.rank for event in events] in ([1], [1, 1]), [event.text for event in events]
-    assert "left out of the average" in events[0].text
+    assert left_out in ([1], [1, 1])  # a round may be entered before the rank has the result
     assert result.committed_samples == (NUM_SAMPLES,) * 20
     assert result.metrics["mse"] < 4.0
