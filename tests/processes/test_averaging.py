@@ -124,7 +124,9 @@ def test_a_device_that_computes_wrong_is_left_out_of_a_round(cluster: Cluster, j
 
 def test_a_device_that_computes_wrong_after_a_resume_is_left_out(cluster: Cluster, job_file: JobFile) -> None:
     how = "epochs=20, max_anchor=1, train_step=train_step, after_round=lambda *_: rounds.append(None)"
-    path = job_file("linear.py", WRONG, REPLACE.format(how))
+    wrong = WRONG.replace("and len(rounds) >= 12", "and this_rank().epoch >= 2 and len(rounds) >= 12")
+    assert wrong != WRONG
+    path = job_file("linear.py", f"from elche_worker import this_rank\n{wrong}", REPLACE.format(how))
     first = cluster.client.submit(path, num_ranks=2, epochs=2, checkpoint_every_epochs=1)
     assert first.result().metrics["mse"] < 20.0
     handle = cluster.client.resume(first.id, epochs=20)
