@@ -6,7 +6,6 @@ import queue
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -148,10 +147,12 @@ def test_two_signals_at_one_time_are_one_request(monkeypatch: pytest.MonkeyPatch
     assert calls.empty()
 
 
-def test_a_signal_after_some_time_hurries() -> None:
+def test_a_signal_after_some_time_hurries(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now_s)
     signals = stopping.StopSignals()
     assert [signals.hurries(number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM)] == [False] * 3
-    time.sleep(stopping.ONE_S)
+    now_s += stopping.ONE_S
     assert [signals.hurries(number) for number in (signal.SIGHUP, signal.SIGTERM)] == [False, True]
 
 

@@ -66,6 +66,14 @@ def as_it_is(samples: list[torch.Tensor]) -> Any:
     return samples[0]
 
 
+def await_ready(loader: LeaseLoader, wake: threading.Event, num: int) -> None:
+    while True:
+        wake.clear()
+        if loader.num_ready >= num:
+            return
+        assert wake.wait(100), "no further batch comes"
+
+
 def numbers_in(batch: Any) -> list[int]:
     match batch:
         case {"values": values} | Own(values=values) | (values,) | values:
@@ -78,12 +86,12 @@ def test_a_batch_that_waits_keeps_its_values_when_its_memory_is_filled_again(col
     """It was trained with the values of a later one, and with its own labels: a wrong model, without a word."""
     order, size = Shuffled(600, seed=3), 1 if collate_fn is as_it_is else 10
     dataset: Any = Numbers(shares=collate_fn is as_it_is)
+    wake = threading.Event()
     loader = LeaseLoader(
-        dataset, order=order, batch_size=size, collate_fn=collate_fn, wake=lambda: None, num_workers=num_workers
+        dataset, order=order, batch_size=size, collate_fn=collate_fn, wake=wake.set, num_workers=num_workers
     )
     loader.add(LeasedPart(id=1, epoch=0, offset=0, size=8 * size))
-    while loader.num_ready < 8:  # all wait before the first is taken
-        pass
+    await_ready(loader, wake, 8)  # all wait before the first is taken
     taken = [numbers_in(loader.take().data) for _ in range(8)]
     loader.stop()
     assert taken == [order.indices(0, at * size, size) for at in range(8)]
@@ -206,10 +214,10 @@ def test_worker_processes_read_an_open_file_each_at_its_own_position(tmp_path: P
     """They shared one, and read each other's samples."""
     order, dataset = Shuffled(600, seed=3), OpenFile(tmp_path / "samples")
     dataset.file.seek(77)
-    loader = LeaseLoader(dataset, order=order, batch_size=10, collate_fn=None, wake=lambda: None, num_workers=2)
+    wake = threading.Event()
+    loader = LeaseLoader(dataset, order=order, batch_size=10, collate_fn=None, wake=wake.set, num_workers=2)
     loader.add(LeasedPart(id=1, epoch=0, offset=0, size=80))
-    while loader.num_ready < 8:
-        pass
+    await_ready(loader, wake, 8)
     taken = [loader.take().data[:, 0].tolist() for _ in range(8)]
     loader.stop()
     assert taken == [order.indices(0, at * 10, 10) for at in range(8)]

@@ -51,8 +51,9 @@ def leave_on_sigterm(ask: Callable[[], None] = lambda: None) -> Callable[[], boo
             signal.signal(signal.SIGTERM, on_sigterm)
         return is_taken
 
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # it is under nohup, and is to stay so for programs, too
-        # Not SIG_IGN, which programs that a job starts would inherit.
+    # Under nohup it is ignored, also by programs that a job starts. Elsewhere these are to be ended by it: they would
+    # inherit SIG_IGN, and do not inherit a handler.
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
     signal.signal(ASK, on_ask)
     signal.signal(signal.SIGTERM, on_sigterm)  # last: without real-time signals, ASK is SIGTERM

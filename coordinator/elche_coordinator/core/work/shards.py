@@ -24,8 +24,8 @@ class ShardOrder:
     ) -> tuple[list[Interval], int | None]:
         """Removes `size` free positions, beginning at the cursor, or fewer if there are no more; returns them, and the
         new cursor. The shard in which the epoch ends, by `drop_last` or `max_steps`, is read as one that ends there. A
-        shard is cut between batches only, for which up to a batch more is taken: else batches would be
-        smaller, by how much was leased at once, which depends on time.
+        shard is cut between batches only, for which up to a batch more is taken: else batches would be smaller, by how
+        much was leased at once, which depends on time.
         """
         taken: list[Interval] = []
         while size > 0 and free:
