@@ -8,6 +8,7 @@ what devices that never wait would do. Prints a table, and a JSON object for eac
 
     python benchmarks/live_ranks.py 10 100 300 1000                     # four minutes
     python benchmarks/live_ranks.py 300 --profile live.prof            # the coordinator under cProfile
+    python benchmarks/live_ranks.py 1000 --restart                     # and how long it is away when it is killed
 
 Processor time counts what the coordinator has done, whatever else the machine does; times by the clock are those of a
 quiet machine only there. The ranks themselves take up to a core.
@@ -40,16 +41,6 @@ PROBE_EVERY_S = 0.05
 START_LIMIT_S = 300.0
 
 
-def processor_s(pid: int) -> float:
-    """User and system time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
-
-
-def resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
-
-
 def percentile(values: list[float], fraction: float) -> float:
     """In ms; NaN of nothing."""
     ordered = sorted(values)
@@ -67,23 +58,45 @@ def probe(url: str, over: Event, results: "multiprocessing.Queue[list[float]]") 
     results.put(times)
 
 
-def start_coordinator(folder: Path, profile: str) -> tuple["subprocess.Popen[str]", str, str]:
-    """A coordinator on the folder, its address, and that of its page."""
-    profiled = ["-m", "cProfile", "-o", profile] if profile else []
-    command = [sys.executable, *profiled, "-m", "elche_coordinator", "--listen", "127.0.0.1:0", "--exit-with-stdin"]
-    log = folder / "log"
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            [*command, "--http", "127.0.0.1:0", "--data", str(folder / "data")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-    assert process.stdout is not None
-    address = process.stdout.readline().split()[-1]
-    page = next(line for line in log.read_text().splitlines() if "page and metrics on" in line).split()[-1]
-    return process, address, page
+class Coordinator:
+    """A coordinator's process on a folder, which can be killed and started again at its address."""
+
+    def __init__(self, folder: Path, profile: str) -> None:
+        profiled = ["-m", "cProfile", "-o", profile] if profile else []
+        self._command = [sys.executable, *profiled, "-m", "elche_coordinator", "--exit-with-stdin"]
+        self._folder = folder
+        self.address = "127.0.0.1:0"
+        self.start()
+
+    def start(self) -> None:
+        """Starts it, and waits until it listens."""
+        log = self._folder / "log"
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [*self._command, "--listen", self.address, "--http", "127.0.0.1:0", "--data", self._folder / "data"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().split()[-1]
+        self.page = next(line for line in log.read_text().splitlines() if "page and metrics on" in line).split()[-1]
+
+    def end(self, number: int) -> None:
+        """Sends it the signal, and waits for its end."""
+        self.process.send_signal(number)
+        self.process.wait()
+
+    @property
+    def processor_s(self) -> float:
+        """User and system time so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS
+
+    @property
+    def resident_bytes(self) -> int:
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * PAGE_BYTES
 
 
 def settings_of(overlaps: bool) -> AgreedSettings:
@@ -100,24 +113,28 @@ def settings_of(overlaps: bool) -> AgreedSettings:
 class Measured:
     """The figures of one number of ranks."""
 
-    def __init__(self, coordinator: "subprocess.Popen[str]", page: str, seconds: float) -> None:
-        self._pid, self._page, self._seconds = coordinator.pid, page, seconds
+    def __init__(self, coordinator: Coordinator, seconds: float, *, restarts: bool) -> None:
+        self._coordinator, self._seconds, self._restarts = coordinator, seconds, restarts
         self.row: dict[str, object] = {}
 
     async def measure(self, world: World) -> None:
         """Waits until the ranks train, and counts for a while."""
-        began_s, idle_bytes = time.perf_counter(), resident_bytes(self._pid)
-        start_processor_s = processor_s(self._pid)
+        coordinator = self._coordinator
+        began_s, idle_bytes, start_processor_s = (
+            time.perf_counter(),
+            coordinator.resident_bytes,
+            coordinator.processor_s,
+        )
         await asyncio.wait([asyncio.ensure_future(world.is_warm.wait())], timeout=START_LIMIT_S)
-        started = {"start_s": time.perf_counter() - began_s, "start_cpu_s": processor_s(self._pid) - start_processor_s}
+        started = {"start_s": time.perf_counter() - began_s, "start_cpu_s": coordinator.processor_s - start_processor_s}
         spawned = multiprocessing.get_context("spawn")
         over, results = spawned.Event(), spawned.Queue()
-        probing = spawned.Process(target=probe, args=(f"{self._page}/healthz", over, results))
+        probing = spawned.Process(target=probe, args=(f"{coordinator.page}/healthz", over, results))
         probing.start()
         world.figures.reset()
-        rounds, before_s, began_s = world.committed, processor_s(self._pid), time.perf_counter()
+        rounds, before_s, began_s = world.committed, coordinator.processor_s, time.perf_counter()
         await asyncio.wait([asyncio.ensure_future(world.is_over.wait())], timeout=self._seconds)
-        elapsed_s, spent_s = time.perf_counter() - began_s, processor_s(self._pid) - before_s
+        elapsed_s, spent_s = time.perf_counter() - began_s, coordinator.processor_s - before_s
         over.set()
         probes = await asyncio.to_thread(results.get)
         probing.join()
@@ -132,7 +149,7 @@ class Measured:
             "sync_now_p50_ms": percentile(figures.announced_s, 0.5),
             "sync_now_p99_ms": percentile(figures.announced_s, 0.99),
             "healthz_p99_ms": percentile(probes, 0.99),
-            "kb_per_rank": round((resident_bytes(self._pid) - idle_bytes) / num_ranks / 1000, 1),
+            "kb_per_rank": round((coordinator.resident_bytes - idle_bytes) / num_ranks / 1000, 1),
             "sent_bytes_per_rank_s": round(figures.sent_bytes / rank_seconds),
             "cpu_us_per_message": round(
                 1e6 * spent_s / max(1, sum(figures.sent.values()) + sum(figures.received.values())), 1
@@ -142,9 +159,33 @@ class Measured:
             **{name: round(value, 1) for name, value in started.items()},
             "elapsed_s": round(elapsed_s, 1),
         }
+        if self._restarts:
+            self.row |= await self._restart(world)
+
+    async def _restart(self, world: World) -> dict[str, object]:
+        """Kills the coordinator and starts it again; times are from the new process's start."""
+        coordinator = self._coordinator
+        await asyncio.to_thread(coordinator.end, signal.SIGKILL)
+        world.forget()
+        world.figures.reset()
+        began_s, committed = time.perf_counter(), world.committed
+        await asyncio.to_thread(coordinator.start)
+        listens_s = time.perf_counter() - began_s
+        await asyncio.wait([asyncio.ensure_future(world.is_complete.wait())], timeout=START_LIMIT_S)
+        complete_s = time.perf_counter() - began_s
+        await asyncio.wait([asyncio.ensure_future(world.is_announced.wait())], timeout=START_LIMIT_S)
+        elapsed_s = time.perf_counter() - began_s
+        return {
+            "restart_listens_s": round(listens_s, 1),
+            "restart_complete_s": round(complete_s, 1),
+            "restart_round_s": round(elapsed_s, 1),
+            "restart_cpu_s": round(coordinator.processor_s, 1),
+            "restart_work_fraction": round(world.figures.trained_s / (world.num_ranks * elapsed_s), 4),
+            "restart_rounds_meanwhile": world.committed - committed,
+        }
 
 
-def measure(num_ranks: int, seconds: float, *, overlaps: bool, profile: str) -> dict[str, object]:
+def measure(num_ranks: int, seconds: float, *, overlaps: bool, profile: str, restarts: bool) -> dict[str, object]:
     step = (SLOWEST_S - FASTEST_S) / max(1, num_ranks - 1)
     course = Course(
         batch_s=[FASTEST_S + step * rank for rank in range(num_ranks)],
@@ -155,22 +196,23 @@ def measure(num_ranks: int, seconds: float, *, overlaps: bool, profile: str) -> 
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        coordinator, address, page = start_coordinator(folder, profile)
+        coordinator = Coordinator(folder, profile)
         try:
             source = folder / "job.py"
             source.write_text("# ranks that are played load nothing\n")
+            address = coordinator.address
             Client(address).submit(source, num_ranks=num_ranks, folder="none")
-            measured = Measured(coordinator, page, seconds)
+            measured = Measured(coordinator, seconds, restarts=restarts)
             world = World(course, settings_of(overlaps))
             asyncio.run(play(world, attended(address, num_ranks), over_the_wire(address), measured.measure))
             return measured.row
         finally:
-            coordinator.send_signal(signal.SIGTERM)
-            coordinator.wait()
+            coordinator.end(signal.SIGTERM)
 
 
 SHOWN = ("ranks", "cores", "cpu_ms_per_rank_s", "work_fraction", "rounds", "sync_now_p50_ms", "sync_now_p99_ms")
 SHOWN_TOO = ("healthz_p99_ms", "kb_per_rank", "sent_bytes_per_rank_s")
+SHOWN_OF_RESTART = ("restart_listens_s", "restart_complete_s", "restart_round_s", "restart_cpu_s")
 
 
 def main() -> None:
@@ -179,12 +221,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="how long it is measured")
     parser.add_argument("--blocking", action="store_true", help="ranks wait for averages, rounds are ten batches long")
     parser.add_argument("--profile", default="", help="a file for the coordinator's profile")
+    parser.add_argument("--restart", action="store_true", help="then kill the coordinator and start it again")
     given = parser.parse_args()
-    names = (*SHOWN, *SHOWN_TOO)
+    names = (*SHOWN, *SHOWN_TOO, *(SHOWN_OF_RESTART if given.restart else ()))
     print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
     rows = []
     for num_ranks in given.ranks:
-        row = measure(num_ranks, given.seconds, overlaps=not given.blocking, profile=given.profile)
+        row = measure(
+            num_ranks, given.seconds, overlaps=not given.blocking, profile=given.profile, restarts=given.restart
+        )
         print("| " + " | ".join(str(row.get(name)) for name in names) + " |", flush=True)
         rows.append(row)
     print("\n".join(map(json.dumps, rows)))

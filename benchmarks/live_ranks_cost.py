@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from live_ranks import BATCH_SIZE, FASTEST_S, SLOWEST_S, settings_of
-from played_ranks import Converse, Course, World, play
+from played_ranks import Converse, Course, Metadata, World, play
 
 from elche.v1 import agent_pb2, rank_pb2
 from elche_coordinator import collector
@@ -75,11 +75,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 class Caller:
     """In place of a call's context."""
 
-    def __init__(self, secret: str) -> None:
-        self._secret = secret
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
 
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return ("elche-secret", self._secret), ("elche-heard", "0")
+    def invocation_metadata(self) -> Metadata:
+        return self._metadata
 
 
 def in_process(servicer: RankServicer) -> Converse:
@@ -89,8 +89,8 @@ def in_process(servicer: RankServicer) -> Converse:
         async for data in requests:
             yield parse(rank_pb2.ConverseRequest.FromString, data)
 
-    async def converse(secret: str, requests: AsyncIterator[bytes]) -> AsyncIterator[rank_pb2.ConverseResponse]:
-        caller: Any = Caller(secret)
+    async def converse(metadata: Metadata, requests: AsyncIterator[bytes]) -> AsyncIterator[rank_pb2.ConverseResponse]:
+        caller: Any = Caller(metadata)
         async for response in servicer.Converse(parsed(requests), caller):
             response.SerializeToString()
             yield response

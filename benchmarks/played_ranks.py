@@ -23,8 +23,9 @@ from elche.ready import ready_message
 from elche.settings import AgreedSettings
 from elche.v1 import agent_pb2, agent_pb2_grpc, rank_pb2
 
-Converse = Callable[[str, AsyncIterator[bytes]], AsyncIterator[rank_pb2.ConverseResponse]]
-"""Opens a rank's session by its secret: its messages go in, the coordinator's come out."""
+Metadata = tuple[tuple[str, str], ...]
+Converse = Callable[[Metadata, AsyncIterator[bytes]], AsyncIterator[rank_pb2.ConverseResponse]]
+"""Opens a rank's session by its metadata: its messages go in, the coordinator's come out."""
 
 CONVERSE = "/elche.v1.RankService/Converse"
 ACK_TAG = b"\x2a"
@@ -34,6 +35,12 @@ REPORT_EVERY_S, PER_RANK_S, MAX_BATCHES = 0.05, 0.001, 4
 WARM_ROUNDS = 3
 CONNECTING = 50
 """Ranks that connect at once."""
+PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
+"""Status codes after which the coordinator may come back; `grpc.aio` gives the second for a connection that it lost
+within its own calls.
+"""
+RETRY_S, MAX_RETRY_S = 0.05, 1.0
+"""First and longest pause between two attempts to connect again, as of `elche_worker.session.outbound`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,6 +101,12 @@ class World:
         """Set once three rounds are committed."""
         self.is_over = asyncio.Event()
         self.random = random.Random(0)
+        self.is_complete = asyncio.Event()
+        """Set once all ranks are connected."""
+        self.is_announced = asyncio.Event()
+        """Set once all ranks have heard of a round that nobody had heard of before `forget`."""
+        self._connected: set[int] = set()
+        self._known = 0
         self._formed: list[PlayedRank] = []
         self._entered: dict[int, list[tuple[int, PlayedRank, rank_pb2.HeaderRow]]] = {}
         self._told: dict[int, int] = {}
@@ -109,6 +122,19 @@ class World:
             formed, self._formed = self._formed, []
             for one in formed:
                 one.say("group_ready", rank_pb2.GroupReady(generation=one.generation))
+
+    def forget(self) -> None:
+        """The coordinator is gone: ranks that connect, and rounds that they hear of, are counted anew."""
+        self._connected.clear()
+        self._known = self._announced
+        self.is_complete.clear()
+        self.is_announced.clear()
+
+    def on_connected(self, rank: "PlayedRank") -> None:
+        """A rank's stream is open."""
+        self._connected.add(rank.number)
+        if len(self._connected) == self.num_ranks:
+            self.is_complete.set()
 
     def enter(self, round_id: int, rank: "PlayedRank", row: rank_pb2.HeaderRow) -> None:
         """A rank's part; the last one's begins the averaging."""
@@ -141,6 +167,8 @@ class World:
         if round_id != self._announced:
             self._announced, self._num_announced = round_id, 0
         self._num_announced += 1
+        if self._num_announced == self.num_ranks and round_id > self._known:
+            self.is_announced.set()
         if self._num_announced == self.num_ranks and self._committed_s < inf:
             self.figures.announced_s.append(_now_s() - self._committed_s)
             self.figures.announced_cpu_s.append(self._spent_s - self._committed_cpu_s)
@@ -162,7 +190,13 @@ class PlayedRank:
         self.figures = world.figures
         self._batch_s = world.course.batch_s[number]
         self._secret = secret
-        self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[bytes | None] | None = None
+        """Messages of the present stream; None while there is none."""
+        self._kept: deque[tuple[int, bytes]] = deque()
+        """Numbered messages that may not be durable at the coordinator."""
+        self._store = ""
+        self._newest: rank_pb2.BatchesTrained | None = None
+        """The newest report, which is sent again on each new stream."""
         self._on_welcome: Callable[[], None] = lambda: None
         self._seq = self._heard = 0
         self._leases: deque[int] = deque()
@@ -183,37 +217,66 @@ class PlayedRank:
     # The wire
 
     async def run(self, converse: Converse, on_welcome: Callable[[], None]) -> None:
-        """Converses until the coordinator has it leave."""
+        """Converses until the coordinator has it leave, over one stream after the other (protocol P15)."""
         self._on_welcome = on_welcome
         self.say("ready", ready_message(self._world.settings, device="cpu"))
-        try:
-            async for response in converse(self._secret, self._requests()):
-                self._hear(response)
-        except grpc.aio.AioRpcError as error:
-            print(f"rank {self.number} has lost the coordinator: {error.details()}", file=sys.stderr)
+        retry_s = RETRY_S
+        while not self._world.is_over.is_set():
+            outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
+            try:
+                async for response in converse(self._metadata, _requests(outgoing)):
+                    retry_s = RETRY_S
+                    self._hear(response, outgoing)
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in PASSING:
+                    print(f"rank {self.number} has lost the coordinator: {error.details()}", file=sys.stderr)
+                    self._world.is_over.set()
+            self._outgoing = None
+            outgoing.put_nowait(None)  # else the task of the ended stream would wait for it
             on_welcome()
-            self._world.is_over.set()
+            await asyncio.sleep(retry_s * self._world.random.uniform(0.5, 1.0))
+            retry_s = min(2 * retry_s, MAX_RETRY_S)
 
-    async def _requests(self) -> AsyncIterator[bytes]:
-        while (message := await self._outgoing.get()) is not None:
-            yield message
+    @property
+    def _metadata(self) -> Metadata:
+        store = (("elche-store", self._store),) if self._store else ()
+        return ("elche-secret", self._secret), ("elche-heard", str(self._heard)), *store
 
     def say(self, name: str, message: object, *, is_kept: bool = True) -> None:
         """Sends a message, numbered if it is to be kept."""
+        self._put(name, b"", is_kept=is_kept, fields={name: message})
+
+    def _put(self, name: str, data: bytes, *, is_kept: bool, fields: dict[str, Any]) -> None:
+        """Sends encoded fields and others as one message."""
         self._seq += is_kept
         seq = self._seq if is_kept else 0
-        self._put(
-            name, rank_pb2.ConverseRequest(**{name: message}, seq=seq, num_received=self._heard).SerializeToString()
-        )
-
-    def _put(self, name: str, data: bytes) -> None:
+        data += rank_pb2.ConverseRequest(**fields, seq=seq, num_received=self._heard).SerializeToString()
         self.figures.sent[name] = self.figures.sent.get(name, 0) + 1
         self.figures.sent_bytes += len(data)
-        self._outgoing.put_nowait(data)
+        if is_kept:
+            self._kept.append((seq, data))
+        if self._outgoing is not None:
+            self._outgoing.put_nowait(data)
+
+    def _open(self, welcome: rank_pb2.Welcome, outgoing: "asyncio.Queue[bytes | None]") -> None:
+        self._store, self._outgoing = welcome.store, outgoing
+        self._forget(welcome.taken)
+        for _, data in self._kept:
+            outgoing.put_nowait(data)
+        if self._newest is not None:
+            self.say("batches_trained", self._newest, is_kept=False)
+        self._world.on_connected(self)
+        self._on_welcome()
+
+    def _forget(self, taken: int) -> None:
+        while self._kept and self._kept[0][0] <= taken:
+            self._kept.popleft()
 
     @played
-    def _hear(self, response: rank_pb2.ConverseResponse) -> None:
+    def _hear(self, response: rank_pb2.ConverseResponse, outgoing: "asyncio.Queue[bytes | None]") -> None:
         name = response.WhichOneof("message")
+        if 0 < response.seq <= self._heard:
+            return
         self._heard = response.seq or self._heard
         self.figures.received[name] = self.figures.received.get(name, 0) + 1
         match name:
@@ -232,11 +295,13 @@ class PlayedRank:
                 self.sends_digest = response.form_group.sends_digest
                 self._world.form(self)
             case "welcome":
-                self._on_welcome()
+                self._open(response.welcome, outgoing)
+            case "taken":
+                self._forget(response.taken.seq)
             case "ping":
                 self.say("pong", rank_pb2.Pong(), is_kept=False)
             case "shutdown":
-                self._outgoing.put_nowait(None)
+                outgoing.put_nowait(None)
                 self._world.is_over.set()
         self._go_on()
 
@@ -322,7 +387,7 @@ class PlayedRank:
             loss_sum=float(len(self._unreported)),
             loss_count=len(self._unreported),
         )
-        self._unreported = []
+        self._unreported, self._newest = [], told
         self.say("batches_trained", told, is_kept=False)
 
     # Rounds
@@ -363,11 +428,14 @@ class PlayedRank:
             work=[work] if batches else [],
         )
         body = header + own.SerializeToString()
-        self._seq += 1
-        rest = rank_pb2.ConverseRequest(seq=self._seq, num_received=self._heard).SerializeToString()
-        self._put("sync_ack", ACK_TAG + _varint(len(body)) + body + rest)
+        self._put("sync_ack", ACK_TAG + _varint(len(body)) + body, is_kept=True, fields={})
         self._world.on_acknowledged(round_id)
         self._go_on()
+
+
+async def _requests(outgoing: "asyncio.Queue[bytes | None]") -> AsyncIterator[bytes]:
+    while (message := await outgoing.get()) is not None:
+        yield message
 
 
 def _varint(number: int) -> bytes:
@@ -383,10 +451,10 @@ def over_the_wire(address: str) -> Converse:
     """Each rank has a connection of its own to the coordinator."""
     options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
 
-    async def converse(secret: str, requests: AsyncIterator[bytes]) -> AsyncIterator[rank_pb2.ConverseResponse]:
+    async def converse(metadata: Metadata, requests: AsyncIterator[bytes]) -> AsyncIterator[rank_pb2.ConverseResponse]:
         async with grpc.aio.insecure_channel(address, options=options) as channel:
             method = channel.stream_stream(CONVERSE, response_deserializer=rank_pb2.ConverseResponse.FromString)
-            call: Any = method(requests, metadata=(("elche-secret", secret), ("elche-heard", "0")))
+            call: Any = method(requests, metadata=metadata)
             async for response in call:
                 yield response
 
@@ -394,18 +462,30 @@ def over_the_wire(address: str) -> Converse:
 
 
 async def attended(address: str, num_slots: int) -> AsyncIterator[agent_pb2.StartRank]:
-    """Offers devices to the coordinator, and yields the ranks that it starts on them."""
-    hello = agent_pb2.AgentHello(host="played", slots=[agent_pb2.Slot(device="cpu")] * num_slots)
+    """Offers devices to the coordinator, and yields the ranks that it starts on them; comes back when it was away."""
+    hello = agent_pb2.AgentHello(
+        host="played", slots=[agent_pb2.Slot(device="cpu")] * num_slots, identity="played", folder="played"
+    )
 
     async def requests() -> AsyncIterator[agent_pb2.AttendRequest]:
         yield agent_pb2.AttendRequest(hello=hello)
         await asyncio.Event().wait()
 
-    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        call: Any = agent_pb2_grpc.AgentServiceStub(channel).Attend(requests())  # type: ignore[arg-type]
-        async for response in call:
-            if response.HasField("start_rank"):
-                yield response.start_rank
+    while True:
+        try:
+            async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+                call: Any = agent_pb2_grpc.AgentServiceStub(channel).Attend(requests())  # type: ignore[arg-type]
+                async for response in call:
+                    if response.HasField("welcome"):
+                        hello.store = response.welcome.store
+                    hello.num_received = response.seq or hello.num_received
+                    if response.HasField("start_rank"):
+                        hello.num_ranks += 1
+                        yield response.start_rank
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in PASSING:
+                raise
+        await asyncio.sleep(RETRY_S)
 
 
 async def play(
