@@ -10,8 +10,16 @@ import pytest
 from elche.extent import Extent
 from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.commands import Command
-from elche_coordinator.core.messages.events import BatchesTrained, Event, ResultReceived, RoundEntered
+from elche_coordinator.core.messages.events import (
+    BatchesTrained,
+    Event,
+    GenerationAbandoned,
+    GroupFormed,
+    ResultReceived,
+    RoundEntered,
+)
 from elche_coordinator.core.messages.ids import Epoch, Rank
+from elche_coordinator.core.messages.reports import MembershipReport
 from elche_coordinator.core.pacing.policy import Pace
 from elche_coordinator.core.rounds.arrivals import Arrivals
 from elche_coordinator.core.rounds.scheduler import RoundScheduler
@@ -26,8 +34,10 @@ SETTINGS = AgreedSettings(
 FEW, MANY = 16, 128
 
 
-def lines_by_event(num_ranks: int, *, from_round: int) -> dict[type[Event], float]:
-    """The lines that the core runs for an event of each kind, on average, until one more round is committed."""
+def lines_by_event(num_ranks: int, *, from_round: int, dies: bool = False) -> dict[type[Event], float]:
+    """The lines that the core runs for an event of each kind, on average, until one more round is committed; if a rank
+    `dies`, until it trains again.
+    """
     spread_ms = 750 / (num_ranks - 1)
     ranks = [RankModel(batch_ms=250 + spread_ms * rank, jitter_fraction=0.05) for rank in range(num_ranks)]
     simulation = Simulation(settings=SETTINGS, ranks=ranks, check=False, sync_ms=50)
@@ -41,7 +51,11 @@ def lines_by_event(num_ranks: int, *, from_round: int) -> dict[type[Event], floa
         return commands
 
     simulation.core.handle = counting  # type: ignore[method-assign]
-    simulation.run_until(lambda: len(simulation.rounds) > from_round)
+    if dies:
+        simulation.kill(Rank(3))
+        simulation.run_until(lambda: any(isinstance(one, MembershipReport) and one.is_back for one in simulation.reports))
+    else:
+        simulation.run_until(lambda: len(simulation.rounds) > from_round)
     return {kind: fmean(counts) for kind, counts in counted.items()}
 
 
@@ -54,6 +68,13 @@ def test_what_a_rank_says_costs_as_much_among_many_as_among_few(from_round: int)
     """
     few, many = (lines_by_event(number, from_round=from_round) for number in (FEW, MANY))
     for kind in (BatchesTrained, RoundEntered, ResultReceived):
+        assert many[kind] < 1.5 * few[kind], kind
+
+
+def test_what_a_death_costs_the_others_does_not_grow_with_the_square_of_their_number() -> None:
+    """With each answer of a rank to the end of its group, and each rank whose next group stood, all were counted."""
+    few, many = (lines_by_event(number, from_round=3, dies=True) for number in (FEW, MANY))
+    for kind in (GenerationAbandoned, GroupFormed):
         assert many[kind] < 1.5 * few[kind], kind
 
 

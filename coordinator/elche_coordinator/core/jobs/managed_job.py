@@ -232,7 +232,8 @@ class ManagedJob(PlacedJob):
             case GenerationAbandoned():
                 self._go_on(self.run.membership.on_abandoned(record, event, now_s), before, now_s)
                 self._check_links(now_s)
-        self._hold_or_go_on(now_s)
+        if self.run.generation is not before:  # else the same ranks stay
+            self._hold_or_go_on(now_s)
         if training is not None and training.version != version:
             self._save_stopped(now_s)
 
