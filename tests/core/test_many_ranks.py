@@ -53,7 +53,8 @@ def lines_by_event(num_ranks: int, *, from_round: int, dies: bool = False) -> di
     simulation.core.handle = counting  # type: ignore[method-assign]
     if dies:
         simulation.kill(Rank(3))
-        simulation.run_until(lambda: any(isinstance(one, MembershipReport) and one.is_back for one in simulation.reports))
+        told = simulation.reports
+        simulation.run_until(lambda: any(isinstance(one, MembershipReport) and one.is_back for one in told))
     else:
         simulation.run_until(lambda: len(simulation.rounds) > from_round)
     return {kind: fmean(counts) for kind, counts in counted.items()}
