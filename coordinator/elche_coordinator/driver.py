@@ -210,7 +210,7 @@ class Driver:
         # Any exception: a bug that one job meets must not end all others.
         except Exception as error:
             log.exception("the core could not handle %s; this is a bug", type(event).__name__)
-            job_id: str = getattr(event, "job_id", "")
+            job_id: str = getattr(event, "job_id", None) or self.core.at_work or ""
             commands, fault = [], (job_id, fault_text(error))
             is_last_resort = isinstance(event, JobBroken) and not event.may_go_back
             if job_id and not is_last_resort and job_id not in self._doubted:

@@ -17,8 +17,9 @@ from elche.v1 import agent_pb2, job_pb2
 from elche_coordinator import codec
 from elche_coordinator.archive.history import History
 from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.jobs.placed import PlacedJob
 from elche_coordinator.core.messages.commands import Publish, SendEpochMetrics
-from elche_coordinator.core.messages.events import JobCancelled, JobSubmitted, LoopAttached
+from elche_coordinator.core.messages.events import DeadlinePassed, JobCancelled, JobSubmitted, LoopAttached
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.reports import EpochReport, EvaluationReport
 from elche_coordinator.core.messages.spec import JobSpec
@@ -203,6 +204,34 @@ def test_a_report_that_cannot_be_told_does_not_keep_the_others_from_being_told(t
             assert isinstance(told, job_pb2.WatchJobResponse)
             assert dict(told.evaluation.metrics) == {"accuracy": 1.0}
             driver.handle(JobCancelled(job_id=JobId("job")))
+
+    in_loop(story)
+
+
+def test_a_bug_at_a_jobs_deadline_fails_that_job_and_leaves_the_others_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event names no job: nobody failed, and neither job was looked at again while its ranks were silent."""
+
+    async def story() -> None:
+        async with driving(tmp_path) as (driver, disk, _):
+            disk.may_write.release(100)
+            for name in ("broken", "sound"):
+                driver.handle(submitted(name))
+            broken, sound = (driver.core.jobs[JobId(name)] for name in ("broken", "sound"))
+            looked_at: list[JobId] = []
+
+            def look(job: PlacedJob, now_s: float) -> None:
+                looked_at.append(job.id)
+                assert job is not broken, "no such rank"
+
+            monkeypatch.setattr(type(broken), "check_silence", look)
+            for job in (broken, sound):
+                driver.core._checks.set(job.id, driver.now_s)
+            driver.handle(DeadlinePassed())
+            await asyncio.to_thread(eventually, lambda: sound.id in looked_at, "the other job's turn has come", 30)
+            assert "a bug in the coordinator: DeadlinePassed could not be handled" in broken.reason
+            assert sound.is_open
 
     in_loop(story)
 

@@ -94,6 +94,8 @@ class Coordinator:
         """Jobs that the present event names or changes; their commands are taken once it has been handled."""
         self.last_touched: list[JobId] = []
         """Jobs that the last event named or changed."""
+        self.at_work: JobId | None = None
+        """The job whose passed deadline is handled, or has met a bug in the last event; else None."""
         self.last_refusals: list[Refusal] = []
         """The refusals of these jobs: why parts of the last event changed nothing."""
         self._placing = Placing(self._touch_placed, self._try_again, self._new_incarnation)
@@ -108,7 +110,7 @@ class Coordinator:
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         """Handles one event at time `now_s` (seconds, monotonic); returns the commands that follow, in order."""
-        self._now_s = now_s
+        self._now_s, self.at_work = now_s, None
         self.last_touched, self.last_refusals, self.asked = [], [], []
         try:
             self._take_in(event)
@@ -389,15 +391,22 @@ class Coordinator:
                 self._lose_agent(event)
                 self._may_place = True
             case DeadlinePassed():
-                for job_id in self._deadlines.take_passed(self._now_s):
-                    if (job := self._touch(job_id)) is not None:
-                        job.on_deadline()
-                self._may_place |= bool(self._restarts.take_passed(self._now_s))
-                for job_id in self._checks.take_passed(self._now_s):
-                    if (job := self._touch(job_id)) is not None:
-                        job.check_silence(self._now_s)
+                self._on_deadlines()
             case _:
                 assert_never(event)
+
+    def _on_deadlines(self) -> None:
+        """Handles the jobs whose time has come."""
+        for job_id in self._deadlines.take_passed(self._now_s):
+            self.at_work = job_id
+            if (job := self._touch(job_id)) is not None:
+                job.on_deadline()
+        self._may_place |= bool(list(self._restarts.take_passed(self._now_s)))
+        for job_id in self._checks.take_passed(self._now_s):
+            self.at_work = job_id
+            if (job := self._touch(job_id)) is not None:
+                job.check_silence(self._now_s)
+        self.at_work = None
 
     def _take_in_request(
         self, job: Job, event: JobCancelled | JobBroken | CheckpointRequested | PauseRequested | ScaleRequested

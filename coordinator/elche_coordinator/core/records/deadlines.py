@@ -1,7 +1,7 @@
 """Deadlines in a heap, at most one per key."""
 
 import heapq
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -35,11 +35,11 @@ class Deadlines(Generic[Key]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
-    def take_passed(self, now_s: float) -> list[Key]:
-        """Removes and returns the keys whose deadlines have passed, earliest first."""
-        passed = []
+    def take_passed(self, now_s: float) -> Iterator[Key]:
+        """Removes the keys whose deadlines have passed, earliest first, each as it is yielded: if a bug ends the loop
+        at one, the others still have theirs. Set none meanwhile.
+        """
         while (next_s := self.next_s()) is not None and next_s <= now_s:
             key = heapq.heappop(self._heap)[2]
             del self._live[key]
-            passed.append(key)
-        return passed
+            yield key
