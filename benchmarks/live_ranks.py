@@ -8,7 +8,7 @@ what devices that never wait would do. Prints a table, and a JSON object for eac
 
     python benchmarks/live_ranks.py 10 100 300 1000                     # four minutes
     python benchmarks/live_ranks.py 300 --profile live.prof            # the coordinator under cProfile
-    python benchmarks/live_ranks.py 1000 --restart                     # and how long it is away when it is killed
+    python benchmarks/live_ranks.py 1000 --deaths --restart            # ranks die, then the coordinator is killed
 
 Processor time counts what the coordinator has done, whatever else the machine does; times by the clock are those of a
 quiet machine only there. The ranks themselves take up to a core.
@@ -39,6 +39,8 @@ TICKS = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 PROBE_EVERY_S = 0.05
 START_LIMIT_S = 300.0
+DEATHS_PER_MINUTE = 0.01
+"""Of each rank."""
 
 
 def percentile(values: list[float], fraction: float) -> float:
@@ -113,8 +115,9 @@ def settings_of(overlaps: bool) -> AgreedSettings:
 class Measured:
     """The figures of one number of ranks."""
 
-    def __init__(self, coordinator: Coordinator, seconds: float, *, restarts: bool) -> None:
-        self._coordinator, self._seconds, self._restarts = coordinator, seconds, restarts
+    def __init__(self, coordinator: Coordinator, seconds: float, *, dies: bool, restarts: bool) -> None:
+        self._coordinator, self._seconds = coordinator, seconds
+        self._dies, self._restarts = dies, restarts
         self.row: dict[str, object] = {}
 
     async def measure(self, world: World) -> None:
@@ -159,8 +162,34 @@ class Measured:
             **{name: round(value, 1) for name, value in started.items()},
             "elapsed_s": round(elapsed_s, 1),
         }
+        if self._dies:
+            self.row |= await self._kill(world)
         if self._restarts:
             self.row |= await self._restart(world)
+
+    async def _kill(self, world: World) -> dict[str, object]:
+        """Kills ranks, one in a hundred each minute, for three times as long."""
+        coordinator = self._coordinator
+        world.figures.reset()
+        began_s, before_s, committed = time.perf_counter(), coordinator.processor_s, world.committed
+        gaps_s: list[float] = []
+        while time.perf_counter() - began_s < 3 * self._seconds:
+            world.kill(world.random.choice(list(world.playing)))
+            killed_s = time.perf_counter()
+            world.has_committed.clear()
+            await asyncio.wait([asyncio.ensure_future(world.has_committed.wait())], timeout=START_LIMIT_S)
+            gaps_s.append(time.perf_counter() - killed_s)
+            pause_s = min(60 / (DEATHS_PER_MINUTE * world.num_ranks), 3 * self._seconds) - gaps_s[-1]
+            await asyncio.sleep(max(0.0, pause_s))
+        elapsed_s = time.perf_counter() - began_s
+        return {
+            "deaths": len(gaps_s),
+            "death_to_commit_p50_ms": percentile(gaps_s, 0.5),
+            "death_to_commit_p99_ms": percentile(gaps_s, 0.99),
+            "dying_cores": round((coordinator.processor_s - before_s) / elapsed_s, 3),
+            "dying_rounds": world.committed - committed,
+            "dying_work_fraction": round(world.figures.trained_s / (world.num_ranks * elapsed_s), 4),
+        }
 
     async def _restart(self, world: World) -> dict[str, object]:
         """Kills the coordinator and starts it again; times are from the new process's start."""
@@ -185,7 +214,9 @@ class Measured:
         }
 
 
-def measure(num_ranks: int, seconds: float, *, overlaps: bool, profile: str, restarts: bool) -> dict[str, object]:
+def measure(
+    num_ranks: int, seconds: float, *, overlaps: bool, profile: str, dies: bool, restarts: bool
+) -> dict[str, object]:
     step = (SLOWEST_S - FASTEST_S) / max(1, num_ranks - 1)
     course = Course(
         batch_s=[FASTEST_S + step * rank for rank in range(num_ranks)],
@@ -202,9 +233,9 @@ def measure(num_ranks: int, seconds: float, *, overlaps: bool, profile: str, res
             source.write_text("# ranks that are played load nothing\n")
             address = coordinator.address
             Client(address).submit(source, num_ranks=num_ranks, folder="none")
-            measured = Measured(coordinator, seconds, restarts=restarts)
+            measured = Measured(coordinator, seconds, dies=dies, restarts=restarts)
             world = World(course, settings_of(overlaps))
-            asyncio.run(play(world, attended(address, num_ranks), over_the_wire(address), measured.measure))
+            asyncio.run(play(world, attended(address, world), over_the_wire(address), measured.measure))
             return measured.row
         finally:
             coordinator.end(signal.SIGTERM)
@@ -212,6 +243,7 @@ def measure(num_ranks: int, seconds: float, *, overlaps: bool, profile: str, res
 
 SHOWN = ("ranks", "cores", "cpu_ms_per_rank_s", "work_fraction", "rounds", "sync_now_p50_ms", "sync_now_p99_ms")
 SHOWN_TOO = ("healthz_p99_ms", "kb_per_rank", "sent_bytes_per_rank_s")
+SHOWN_OF_DEATHS = ("deaths", "death_to_commit_p50_ms", "death_to_commit_p99_ms", "dying_cores", "dying_work_fraction")
 SHOWN_OF_RESTART = ("restart_listens_s", "restart_complete_s", "restart_round_s", "restart_cpu_s")
 
 
@@ -221,14 +253,25 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="how long it is measured")
     parser.add_argument("--blocking", action="store_true", help="ranks wait for averages, rounds are ten batches long")
     parser.add_argument("--profile", default="", help="a file for the coordinator's profile")
+    parser.add_argument("--deaths", action="store_true", help="then kill 1 %% of the ranks per minute")
     parser.add_argument("--restart", action="store_true", help="then kill the coordinator and start it again")
     given = parser.parse_args()
-    names = (*SHOWN, *SHOWN_TOO, *(SHOWN_OF_RESTART if given.restart else ()))
+    names = (
+        *SHOWN,
+        *SHOWN_TOO,
+        *(SHOWN_OF_DEATHS if given.deaths else ()),
+        *(SHOWN_OF_RESTART if given.restart else ()),
+    )
     print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
     rows = []
     for num_ranks in given.ranks:
         row = measure(
-            num_ranks, given.seconds, overlaps=not given.blocking, profile=given.profile, restarts=given.restart
+            num_ranks,
+            given.seconds,
+            overlaps=not given.blocking,
+            profile=given.profile,
+            dies=given.deaths,
+            restarts=given.restart,
         )
         print("| " + " | ".join(str(row.get(name)) for name in names) + " |", flush=True)
         rows.append(row)

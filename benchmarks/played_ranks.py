@@ -6,6 +6,7 @@ made up: it begins when the last rank has entered, and lasts a given time.
 
 import asyncio
 import random
+import signal
 import sys
 import time
 from collections import deque
@@ -28,8 +29,6 @@ Converse = Callable[[Metadata, AsyncIterator[bytes]], AsyncIterator[rank_pb2.Con
 """Opens a rank's session by its metadata: its messages go in, the coordinator's come out."""
 
 CONVERSE = "/elche.v1.RankService/Converse"
-ACK_TAG = b"\x2a"
-"""Of `sync_ack` in a `ConverseRequest`: field 5, with a length."""
 REPORT_EVERY_S, PER_RANK_S, MAX_BATCHES = 0.05, 0.001, 4
 """Between two progress reports, as of `elche_worker.session.report_times`, which needs no torch here."""
 WARM_ROUNDS = 3
@@ -99,29 +98,58 @@ class World:
         """Rounds whose result all have said to have."""
         self.is_warm = asyncio.Event()
         """Set once three rounds are committed."""
+        self.has_committed = asyncio.Event()
+        """Set with each committed round."""
         self.is_over = asyncio.Event()
         self.random = random.Random(0)
         self.is_complete = asyncio.Event()
         """Set once all ranks are connected."""
         self.is_announced = asyncio.Event()
         """Set once all ranks have heard of a round that nobody had heard of before `forget`."""
+        self.playing: dict[int, tuple[agent_pb2.StartRank, asyncio.Task[None]]] = {}
+        """The ranks that run, by number."""
+        self.exits: asyncio.Queue[agent_pb2.AttendRequest] = asyncio.Queue()
+        """Of killed ranks, to be told by their agent."""
+        self._num_exited = 0
         self._connected: set[int] = set()
         self._known = 0
-        self._formed: list[PlayedRank] = []
+        self._formed: dict[int, list[PlayedRank]] = {}
+        """By generation, the members that are ready to meet."""
+        self._sizes: dict[int, int] = {}
+        """Members by generation."""
+        self._broken: set[int] = set()
+        """Generations of which a member has died, or that are abandoned: none of their averagings ends."""
         self._entered: dict[int, list[tuple[int, PlayedRank, rank_pb2.HeaderRow]]] = {}
-        self._told: dict[int, int] = {}
         self._committed_s = inf
         self._committed_cpu_s = 0.0
         self._announced = 0
         self._num_announced = 0
 
-    def form(self, rank: "PlayedRank") -> None:
+    def form(self, command: rank_pb2.FormGroup, rank: "PlayedRank") -> None:
         """A rank is ready to meet the others; the group stands when all are."""
-        self._formed.append(rank)
-        if len(self._formed) == self.num_ranks:
-            formed, self._formed = self._formed, []
-            for one in formed:
-                one.say("group_ready", rank_pb2.GroupReady(generation=one.generation))
+        self._sizes[command.generation] = command.world_size
+        formed = self._formed.setdefault(command.generation, [])
+        formed.append(rank)
+        if len(formed) == command.world_size:
+            for one in self._formed.pop(command.generation):
+                one.say("group_ready", rank_pb2.GroupReady(generation=command.generation))
+
+    def kill(self, number: int) -> None:
+        """A rank's process ends, and its agent says so."""
+        start, task = self.playing.pop(number)
+        task.cancel()
+        self._connected.discard(number)
+        for generation in self._sizes:
+            self.break_off(generation)
+        exited = agent_pb2.RankExited(
+            job_id=start.job_id, rank=start.rank, incarnation=start.incarnation, exit_code=-signal.SIGKILL
+        )
+        self._num_exited += 1
+        self.exits.put_nowait(agent_pb2.AttendRequest(rank_exited=exited, seq=self._num_exited))
+
+    def break_off(self, generation: int) -> None:
+        """Ends all averagings of the generation without a result."""
+        self._broken.add(generation)
 
     def forget(self) -> None:
         """The coordinator is gone: ranks that connect, and rounds that they hear of, are counted anew."""
@@ -136,40 +164,37 @@ class World:
         if len(self._connected) == self.num_ranks:
             self.is_complete.set()
 
-    def enter(self, round_id: int, rank: "PlayedRank", row: rank_pb2.HeaderRow) -> None:
+    def enter(self, round_id: int, generation: int, rank: "PlayedRank", row: rank_pb2.HeaderRow) -> None:
         """A rank's part; the last one's begins the averaging."""
         entries = self._entered.setdefault(round_id, [])
         entries.append((rank.number, rank, row))
-        if len(entries) == self.num_ranks:
-            asyncio.get_running_loop().call_later(self.course.sync_s, self._finish, round_id)
+        if len(entries) == self._sizes[generation]:
+            asyncio.get_running_loop().call_later(self.course.sync_s, self._finish, round_id, generation)
 
     @played
-    def _finish(self, round_id: int) -> None:
+    def _finish(self, round_id: int, generation: int) -> None:
         entries = sorted(self._entered.pop(round_id), key=lambda entry: entry[0])
+        if generation in self._broken:
+            return
         rows = [row for _, _, row in entries]
-        header = rank_pb2.SyncAck(header=rows).SerializeToString()
-        digest = rank_pb2.SyncAck(header_digest=header_digest(rows)).SerializeToString()
+        version, digest = 1 + max(row.version for row in rows), header_digest(rows)
         for _, rank, _ in entries:
-            rank.receive(round_id, digest if rank.sends_digest else header)
+            rank.receive(round_id, version, rows, digest)
+        self.committed, self._committed_s, self._committed_cpu_s = self.committed + 1, _now_s(), self._spent_s
+        self.has_committed.set()
+        if self.committed >= WARM_ROUNDS:
+            self.is_warm.set()
 
-    def on_acknowledged(self, round_id: int) -> None:
-        """A rank has said that it has the round's result."""
-        self._told[round_id] = self._told.get(round_id, 0) + 1
-        if self._told[round_id] == self.num_ranks:
-            del self._told[round_id]
-            self.committed, self._committed_s = self.committed + 1, _now_s()
-            self._committed_cpu_s = self._spent_s
-            if self.committed >= WARM_ROUNDS:
-                self.is_warm.set()
-
-    def on_announced(self, round_id: int) -> None:
+    def on_announced(self, round_id: int, generation: int) -> None:
         """A rank has heard of a round for the first time."""
         if round_id != self._announced:
             self._announced, self._num_announced = round_id, 0
         self._num_announced += 1
-        if self._num_announced == self.num_ranks and round_id > self._known:
+        if self._num_announced < self._sizes[generation]:
+            return
+        if round_id > self._known:
             self.is_announced.set()
-        if self._num_announced == self.num_ranks and self._committed_s < inf:
+        if self._committed_s < inf:
             self.figures.announced_s.append(_now_s() - self._committed_s)
             self.figures.announced_cpu_s.append(self._spent_s - self._committed_cpu_s)
 
@@ -184,8 +209,12 @@ class PlayedRank:
 
     def __init__(self, number: int, world: World, secret: str) -> None:
         self.number = number
-        self.generation = 0
-        self.sends_digest = False
+        self._sends_digest: set[int] = set()
+        """Generations in which it sends the digest of headers."""
+        self._unreported_headers: dict[int, tuple[int, list[rank_pb2.HeaderRow]]] = {}
+        """Generation and rows by round, whose digest alone was sent (protocol P5.5)."""
+        self._to_abandon: int | None = None
+        """A generation to abandon once the batch is made."""
         self._world = world
         self.figures = world.figures
         self._batch_s = world.course.batch_s[number]
@@ -202,12 +231,13 @@ class PlayedRank:
         self._leases: deque[int] = deque()
         self._left_of_first = 0
         self._leased = self._permitted = self._processed = 0
-        self._targets: dict[int, int] = {}
+        self._targets: dict[int, tuple[int, int]] = {}
+        """Step and generation by round."""
         self._last_entered = self._last_announced = self._version = self._local_step = 0
         self._limit_step: float = inf
         self._weight, self._num_batches, self._compute_s = 0, 0, 0.0
-        self._entered: tuple[int, int, int, float] | None = None
-        """The round that runs: its id, samples, batches, and when it was entered."""
+        self._entered: tuple[int, int, int, int, float, float] | None = None
+        """The round that runs: its id and generation, samples, batches and their time, and when it was entered."""
         self._is_training = False
         self._idle_since_s: float | None = None
         self._stalled_s = 0.0
@@ -244,13 +274,10 @@ class PlayedRank:
 
     def say(self, name: str, message: object, *, is_kept: bool = True) -> None:
         """Sends a message, numbered if it is to be kept."""
-        self._put(name, b"", is_kept=is_kept, fields={name: message})
-
-    def _put(self, name: str, data: bytes, *, is_kept: bool, fields: dict[str, Any]) -> None:
-        """Sends encoded fields and others as one message."""
         self._seq += is_kept
         seq = self._seq if is_kept else 0
-        data += rank_pb2.ConverseRequest(**fields, seq=seq, num_received=self._heard).SerializeToString()
+        said: dict[str, Any] = {name: message}
+        data = rank_pb2.ConverseRequest(**said, seq=seq, num_received=self._heard).SerializeToString()
         self.figures.sent[name] = self.figures.sent.get(name, 0) + 1
         self.figures.sent_bytes += len(data)
         if is_kept:
@@ -291,9 +318,14 @@ class PlayedRank:
             case "recall":
                 self._give_back()
             case "form_group":
-                self.generation = response.form_group.generation
-                self.sends_digest = response.form_group.sends_digest
-                self._world.form(self)
+                if response.form_group.sends_digest:
+                    self._sends_digest.add(response.form_group.generation)
+                self._world.form(response.form_group, self)
+            case "round_outcome":
+                self._unreported_headers.pop(response.round_outcome.round, None)
+            case "abandon":
+                self._world.break_off(response.abandon.generation)
+                self._to_abandon = response.abandon.generation
             case "welcome":
                 self._open(response.welcome, outgoing)
             case "taken":
@@ -308,10 +340,10 @@ class PlayedRank:
     def _learn(self, command: rank_pb2.SyncNow) -> None:
         for index in range(command.count):
             if command.round + index > self._last_entered:
-                self._targets[command.round + index] = command.after_step + index
+                self._targets[command.round + index] = command.after_step + index, command.generation
         if command.round > self._last_announced:
             self._last_announced = command.round
-            self._world.on_announced(command.round)
+            self._world.on_announced(command.round, command.generation)
 
     def _take_lease(self, lease: rank_pb2.StartEpoch) -> None:
         self._leases.append(lease.partition_size)
@@ -337,8 +369,10 @@ class PlayedRank:
     def _go_on(self) -> None:
         if self._is_training:
             return
+        if self._to_abandon is not None:
+            self._abandon(self._to_abandon)
         due = min(self._targets, default=None)
-        is_there = due is not None and (self._local_step >= self._targets[due] or not self._has_work)
+        is_there = due is not None and (self._local_step >= self._targets[due][0] or not self._has_work)
         if due is not None and is_there and self._entered is None:
             self._enter(due)
         may_train = self._version > 0 and self._local_step < self._limit_step
@@ -393,12 +427,12 @@ class PlayedRank:
     # Rounds
 
     def _enter(self, round_id: int) -> None:
-        del self._targets[round_id]
+        _, generation = self._targets.pop(round_id)
         self._last_entered = round_id
-        self._entered = (round_id, self._weight, self._num_batches, _now_s())
+        self._entered = (round_id, generation, self._weight, self._num_batches, self._compute_s, _now_s())
         if self._unreported:
             self._report()
-        self.say("round_entered", rank_pb2.RoundEntered(round=round_id, generation=self.generation))
+        self.say("round_entered", rank_pb2.RoundEntered(round=round_id, generation=generation))
         row = rank_pb2.HeaderRow(
             weight=self._weight,
             cut=self._processed,
@@ -408,43 +442,56 @@ class PlayedRank:
             version=self._version,
         )
         self._weight, self._num_batches, self._compute_s, self._stalled_s = 0, 0, 0.0, 0.0
-        self._world.enter(round_id, self, row)
+        self._world.enter(round_id, generation, self, row)
 
-    def receive(self, round_id: int, header: bytes) -> None:
-        """The round's result is there, with its header, or the digest of it, as fields of a `SyncAck`."""
+    def receive(self, round_id: int, version: int, rows: list[rank_pb2.HeaderRow], digest: bytes) -> None:
+        """The round's result is there, with its header."""
         assert self._entered is not None
-        _, samples, batches, entered_s = self._entered
+        _, generation, samples, batches, _, entered_s = self._entered
         if self._is_training or self._idle_since_s is not None:
             self._end_idling()
         self._entered = None
-        self._version += 1
+        self._version = version
         work = rank_pb2.EpochWork(epoch=0, num_batches=batches, num_samples=samples, loss_sum=float(batches))
         own = rank_pb2.SyncAck(
             round=round_id,
-            generation=self.generation,
+            generation=generation,
             collective_ms=(_now_s() - entered_s) * 1000,
             stalled_ms=self._stalled_s * 1000,
             divergence=0.001,
             work=[work] if batches else [],
         )
-        body = header + own.SerializeToString()
-        self._put("sync_ack", ACK_TAG + _varint(len(body)) + body, is_kept=True, fields={})
-        self._world.on_acknowledged(round_id)
+        if generation in self._sends_digest:
+            own.header_digest = digest
+            self._unreported_headers[round_id] = generation, rows
+        else:
+            own.header.extend(rows)
+        self.say("sync_ack", own)
         self._go_on()
+
+    def _abandon(self, generation: int) -> None:
+        """Ends the generation between two batches: the work of a round that runs belongs to the next one."""
+        self._to_abandon = None
+        if self._entered is not None and self._entered[1] == generation:
+            round_id, _, samples, batches, compute_s, _ = self._entered
+            self._entered = None
+            self._weight += samples
+            self._num_batches += batches
+            self._compute_s += compute_s
+            failed = rank_pb2.RoundFailed(round=round_id, generation=generation, reason="a member has died")
+            self.say("round_failed", failed)
+        self._targets = {round_id: target for round_id, target in self._targets.items() if target[1] != generation}
+        for round_id, (of, rows) in list(self._unreported_headers.items()):
+            if of == generation:
+                del self._unreported_headers[round_id]
+                reported = rank_pb2.HeaderReported(round=round_id, generation=of, header=rows)
+                self.say("header_reported", reported)
+        self.say("abandoned", rank_pb2.Abandoned(generation=generation))
 
 
 async def _requests(outgoing: "asyncio.Queue[bytes | None]") -> AsyncIterator[bytes]:
     while (message := await outgoing.get()) is not None:
         yield message
-
-
-def _varint(number: int) -> bytes:
-    parts = bytearray()
-    while number > 127:
-        parts.append(number & 127 | 128)
-        number >>= 7
-    parts.append(number)
-    return bytes(parts)
 
 
 def over_the_wire(address: str) -> Converse:
@@ -461,15 +508,16 @@ def over_the_wire(address: str) -> Converse:
     return converse
 
 
-async def attended(address: str, num_slots: int) -> AsyncIterator[agent_pb2.StartRank]:
+async def attended(address: str, world: World) -> AsyncIterator[agent_pb2.StartRank]:
     """Offers devices to the coordinator, and yields the ranks that it starts on them; comes back when it was away."""
     hello = agent_pb2.AgentHello(
-        host="played", slots=[agent_pb2.Slot(device="cpu")] * num_slots, identity="played", folder="played"
+        host="played", slots=[agent_pb2.Slot(device="cpu")] * world.num_ranks, identity="played", folder="played"
     )
 
     async def requests() -> AsyncIterator[agent_pb2.AttendRequest]:
         yield agent_pb2.AttendRequest(hello=hello)
-        await asyncio.Event().wait()
+        while True:
+            yield await world.exits.get()
 
     while True:
         try:
@@ -496,7 +544,6 @@ async def play(
 ) -> None:
     """Plays the ranks that are started, and measures meanwhile. An error of a rank ends it."""
     connecting = asyncio.Semaphore(CONNECTING)
-    ranks: list[asyncio.Task[None]] = []
 
     async def run(start: agent_pb2.StartRank) -> None:
         await connecting.acquire()
@@ -506,11 +553,11 @@ async def play(
 
         async def attend() -> None:
             async for start in started:
-                ranks.append(group.create_task(run(start)))
+                world.playing[start.rank] = start, group.create_task(run(start))
 
         attending = group.create_task(attend())
         await measure(world)
-        for task in (*ranks, attending):
+        for task in (attending, *(task for _, task in world.playing.values())):
             task.cancel()
 
 
