@@ -353,6 +353,10 @@ class PlayedRank:
 
     def _give_back(self) -> None:
         while self._leased > self._permitted:
+            if not self._leases:  # the rest is of the lease that has begun
+                self._left_of_first -= self._leased - self._permitted
+                self._leased = self._permitted
+                break
             size = self._leases.pop()
             kept = max(0, size - (self._leased - self._permitted))
             self._leased -= size - kept
