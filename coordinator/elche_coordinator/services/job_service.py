@@ -120,7 +120,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         view = requests.own_view(self._catalogue, request.job_id)
         submitter = CALLER.get().submitter(request.submitted_by)
         job_id, path = await requests.resume(
-            self._driver, self._catalogue, self._artifacts, view, request.settings, submitter
+            self._driver, self._catalogue, self._artifacts, self._bundles, view, request.settings, submitter
         )
         return job_pb2.ResumeJobResponse(job_id=job_id, checkpoint=path)
 
