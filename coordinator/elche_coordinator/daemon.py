@@ -128,7 +128,7 @@ async def _serve(
         _running(_forget_old(catalogue, config.keep_jobs)),
         _running(artifacts.run()),
         _running(end_if_moved(config.data / DATABASE)) if not store.is_shared else nullcontext(),
-        _page(config, driver, catalogue, artifacts, journals, credentials, audit, encryption, tokens),
+        _page(config, driver, catalogue, artifacts, journals, bundles, credentials, audit, encryption, tokens),
     ):
         await server.start()
         host, _ = split_address(config.listen)
@@ -167,6 +167,7 @@ async def _page(
     catalogue: JobCatalogue,
     artifacts: Artifacts,
     journals: JournalFiles,
+    bundles: Bundles,
     credentials: Credentials,
     audit: Audit,
     encryption: Encryption | None,
@@ -179,7 +180,7 @@ async def _page(
     server, host = _bind_http(config.http), split_address(config.http)[0]
     recordings = Recordings(config.data / "recordings", catalogue.owner)
     upkeep = Upkeep(config.data, tokens, encryption)
-    web = Web(driver, catalogue, credentials, audit, artifacts, recordings, journals, upkeep)
+    web = Web(driver, catalogue, credentials, audit, artifacts, recordings, journals, bundles, upkeep)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(_running(web.record()))
         presented = server.start(web.app, encryption.page_files if encryption is not None else None)

@@ -9,7 +9,7 @@ from pathlib import Path
 LOOK_S = 2.0
 """Seconds between two looks at the process's memory."""
 GROWN_BYTES = 64 << 20
-"""Bytes by which it must have grown since memory was last given back. To give back 440 MB took a thread 70 ms."""
+"""Bytes that must have become free since memory was last given back. To give back 440 MB took a thread 70 ms."""
 STATM = Path("/proc/self/statm")
 
 
@@ -21,25 +21,53 @@ def resident_bytes() -> int:
         return 0
 
 
+class _Mallinfo(ctypes.Structure):
+    """What glibc's `mallinfo2` returns: sums over all of its heaps."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def free_bytes() -> int:
+    """Bytes that are free in the C library's heaps, also those that were given back and not used since. The resident
+    memory where the library does not tell.
+    """
+    if (ask := getattr(ctypes.CDLL(None), "mallinfo2", None)) is None:
+        return resident_bytes()
+    ask.restype = _Mallinfo
+    return int(ask().fordblks)
+
+
 def _trim() -> None:
     """Has glibc return all free pages. Other C libraries lack the function, and keep little."""
     getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)(0)
 
 
 class Heap:
-    """Returns free memory to the system after the process has grown. Without it, gRPC's threads kept 1.1 GB that
+    """Returns free memory to the system after much has become free. Without it, gRPC's threads kept 1.1 GB that
     refused calls of an unauthenticated caller had taken.
     """
 
-    def __init__(self, resident: Callable[[], int] = resident_bytes) -> None:
-        self._resident = resident
-        self._kept_bytes = resident()
+    def __init__(self, free: Callable[[], int] = free_bytes) -> None:
+        self._free = free
+        self._kept_bytes = free()
+        """The fewest free bytes since memory was last given back."""
 
     def look(self) -> None:
-        """Returns free memory to the system if the process has grown by `GROWN_BYTES` since the last time."""
-        if self._resident() >= self._kept_bytes + GROWN_BYTES:
+        """Returns free memory to the system if `GROWN_BYTES` have become free since the last time. Not if the process
+        has grown: what was in use then, and is free later, would stay.
+        """
+        free = self._free()
+        if free >= self._kept_bytes + GROWN_BYTES:
             _trim()
-            self._kept_bytes = self._resident()
+            self._kept_bytes = self._free()
+        else:
+            self._kept_bytes = min(self._kept_bytes, free)
 
     async def keep_small(self) -> None:
         """Looks until it is cancelled; not on the event loop's thread, which others wait for."""

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from elche_coordinator.access.upkeep import Term
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages.events import Gauges
-from elche_coordinator.telemetry.metrics import EXPIRE_S, MetricsSnapshot, SnapshotCollector
+from elche_coordinator.telemetry.metrics import EXPIRE_S, MAX_METRICS, MetricsSnapshot, SnapshotCollector
 from support.effort import lines_run
 from support.views import durations, job_view, rank_view
 
@@ -90,6 +90,15 @@ def test_what_cannot_be_printed_in_a_label_is_escaped(snapshot: MetricsSnapshot)
     labels = {(name, value) for one in samples for name, value in one.labels.items()}
     escaped = {("name", r"a\x1b[2Jä\r"), ("metric", r"f\u202e1"), ("metric", "f1"), ("host", r"vm\x07")}
     assert escaped <= labels
+
+
+def test_a_thousand_metrics_of_a_job_do_not_fill_the_text(snapshot: MetricsSnapshot) -> None:
+    """100 jobs of one user with a thousand metrics each took 23 MiB and a second of each scrape."""
+    many = replace(job_view(0), metrics={f"class {number:04}": 0.5 for number in reversed(range(1000))})
+    shown = re.findall(
+        r'^elche_job_evaluation{.*metric="(.*)"}', exported(replace(snapshot, jobs=[many])), re.MULTILINE
+    )
+    assert shown == [f"class {number:04}" for number in range(MAX_METRICS)]
 
 
 def test_batch_times_are_counted_by_size() -> None:

@@ -22,6 +22,7 @@ from elche_coordinator.limits.sharing import crowded_out
 from elche_coordinator.roles import HAS_CHANGED
 from elche_coordinator.services.requests import cancel, drain, model_chunks, pause, resume, scale, taken
 from elche_coordinator.storage import tape
+from elche_coordinator.storage.bundles import Bundles
 from elche_coordinator.storage.sql.store import SqlStore
 
 WRITTEN = (Checkpoint(name="1-2", path="/runs/old/checkpoints/1-2", version=2, epoch=2, global_step=20, size_bytes=1),)
@@ -41,7 +42,7 @@ def resumed(
     """The spec of the job as which one with this result goes on."""
 
     async def story() -> JobSpec:
-        driver, _ = started(folder)
+        driver, catalogue = started(folder)
         spec = JobSpec(
             name="old",
             file_name="old.py",
@@ -55,7 +56,8 @@ def resumed(
         view: Any = SimpleNamespace(job_id="old", state=state)
         artifacts: Any = SimpleNamespace(checkpoints_place=lambda job_id, path: "")
         try:
-            job_id, path = await resume(driver, old, artifacts, view, settings)
+            bundles = Bundles(folder / "bundles", catalogue.bundles_in_use)
+            job_id, path = await resume(driver, old, artifacts, bundles, view, settings)
             assert path == "/runs/old/checkpoints"
             found = driver.core.spec(job_id)
             assert found is not None
@@ -109,6 +111,12 @@ def test_a_complete_job_goes_on_with_more_to_do(tmp_path: Path, settings: Mappin
             {},
             {"is_loop": True, "source_hash": ""},
             "start the script again, ELCHE_RESUME=/runs/old/checkpoints/1-2 to resume",
+        ),
+        (
+            replace(COMPLETE, outcome=Outcome.CANCELLED),
+            {},
+            {"bundle": "ab" * 32},
+            "the coordinator does not have the folder abababababab of this job",
         ),
     ],
 )

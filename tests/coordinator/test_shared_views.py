@@ -15,9 +15,10 @@ from elche_coordinator.core.messages.events import JobCancelled, JobSubmitted
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
+from elche_coordinator.services import job_service
 from elche_coordinator.services import shared_views as module
 from elche_coordinator.services.job_service import JobServicer
-from elche_coordinator.services.shared_views import VIEW_COST, VIEW_EVERY_S, SharedViews
+from elche_coordinator.services.shared_views import MAX_VIEWS_PER_S, VIEW_COST, VIEW_EVERY_S, SharedViews, view_every_s
 from elche_coordinator.storage import tape
 from elche_coordinator.storage.sql.store import SqlStore
 
@@ -69,6 +70,13 @@ def test_views_that_take_long_are_made_less_often() -> None:
     assert one.num_made == 2
 
 
+def test_two_thousand_who_watch_get_no_more_views_in_a_second_than_a_few_hundred() -> None:
+    """8,000 a second took all of the event loop: 103 of the 2,000 calls were not looked at for 30 s, and ended."""
+    assert view_every_s(1) == view_every_s(250) == VIEW_EVERY_S
+    for num_watchers in (1, 250, 251, 2_000, 8_192):
+        assert num_watchers / view_every_s(num_watchers) <= MAX_VIEWS_PER_S
+
+
 def test_few_views_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_KEPT", 2)
     one = Making()
@@ -77,7 +85,12 @@ def test_few_views_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(one.views._made) == ["c", "d"]
 
 
-def test_all_who_watch_a_job_share_its_view_and_its_end_is_shown_at_once(tmp_path: Path) -> None:
+def test_all_who_watch_a_job_share_its_view_and_its_end_is_shown_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = list[int]()
+    monkeypatch.setattr(job_service, "view_every_s", lambda num: counted.append(num) or view_every_s(num))
+
     async def story() -> None:
         store = SqlStore.in_file(tmp_path / "elche.sqlite")
         driver = Driver(Coordinator(), store, recorded=tape.read(store))
@@ -96,12 +109,14 @@ def test_all_who_watch_a_job_share_its_view_and_its_end_is_shown_at_once(tmp_pat
             views = await asyncio.gather(*(anext(watch) for watch in watches))
             assert {one.view.state for one in views} == {job_pb2.JOB_STATE_QUEUED}
         assert made == ["j"]
+        assert {len(watches)} == set(counted[-len(watches) :]), "the more watch, the longer each interval"
         driver.handle(JobCancelled(job_id=JobId("j")))
         await driver.durable()
         for watch in watches:
             *_, last, result = [one async for one in watch]
             assert last.view.state == result.result.state == job_pb2.JOB_STATE_CANCELLED
         assert made == ["j"] * 2
+        assert driver.watchers.num_watchers == 0
         driver.stop()
 
     asyncio.run(asyncio.wait_for(story(), 100))

@@ -160,7 +160,7 @@ class Jobs:
 async def main() -> None:
     server = WebServer("127.0.0.1", 0)
     recordings = Recordings(Path(tempfile.mkdtemp()))
-    web = Web(Crowd(), Jobs(), Credentials("", None), None, None, recordings, None, None)  # type: ignore[arg-type]
+    web = Web(Crowd(), Jobs(), Credentials("", None), None, None, recordings, None, None, None)  # type: ignore[arg-type]
     recording = asyncio.create_task(web.record())
     server.start(web.app)
     print(f"http://127.0.0.1:{server.port}", flush=True)

@@ -18,6 +18,8 @@ MAX_TOKENS = 10_000
 """Most tokens that are valid at once."""
 MAX_NAME = 64
 """Longest name of a token, in characters."""
+MAX_NAME_BYTES = 128
+"""The same in UTF-8: `MAX_TOKENS`, each with its name and its maker's, must fit the message that lists them."""
 
 
 @dataclass(slots=True)
@@ -44,6 +46,8 @@ class IssuedTokens:
             raise InvalidJob(
                 f"{name[:MAX_NAME]!r} is not a name for a token: one word of up to {MAX_NAME} letters without @ or /"
             )
+        if (num_bytes := len(name.encode())) > MAX_NAME_BYTES:
+            raise InvalidJob(f"{name!r} is too long for a token: it has {num_bytes} bytes, of at most {MAX_NAME_BYTES}")
         if len(self._grants) >= MAX_TOKENS:
             raise InvalidJob(f"there are {MAX_TOKENS} tokens: revoke some first")
         text, made_at = PREFIX + secrets.token_urlsafe(32), self._now()

@@ -38,6 +38,13 @@ MAX_RECEIVED_OF_CALLER = 8
 """Requests of one caller that are being received at once, each of up to 4 MiB."""
 MAX_RECEIVED_OF_RANKS = 32
 """The same of one submitter's ranks. Streams are not counted, since each waits for its next message."""
+MAX_REQUEST_BYTES = 512 << 20
+"""Bytes of the requests of open calls, which have them until they end; again of ranks' calls. Also fields that nobody
+knows take their bytes, so that a call that only has a job's id may have 4 MiB.
+"""
+MAX_REQUEST_BYTES_OF_CALLER = 64 << 20
+MAX_REQUEST_BYTES_OF_RANKS = 256 << 20
+"""Of these, those of one submitter's ranks, each of which may wait for a key of each other."""
 RECEIVE_S = 30.0
 """Seconds in which a request must come, once it is its turn."""
 FOLDER_CALL = "FetchBundle"

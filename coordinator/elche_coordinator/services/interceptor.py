@@ -33,6 +33,9 @@ from elche_coordinator.limits.budgets import (
     MAX_RANK_CALLS_OF_USER,
     MAX_RECEIVED_OF_CALLER,
     MAX_RECEIVED_OF_RANKS,
+    MAX_REQUEST_BYTES,
+    MAX_REQUEST_BYTES_OF_CALLER,
+    MAX_REQUEST_BYTES_OF_RANKS,
     MAX_UNREAD_BYTES,
     MAX_UNREAD_BYTES_OF_CALLER,
     RECEIVE_S,
@@ -67,7 +70,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Pause = Callable[[int], Awaitable[None]]
 """Waits until a message of so many bytes may be read."""
 Counted = Callable[[int], AbstractContextManager[None]]
-"""Context in which so many bytes are on their way to a caller. Raises `TooMuch`."""
+"""Context in which so many bytes are a caller's. Raises `TooMuch`."""
 FIELDS = ("job_id", "host", "id", "name")
 """Fields that name a request's object, in the order in which they are tried."""
 
@@ -115,6 +118,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         self._file_calls = Budget("calls that fetch or send files", MAX_FILE_CALLS_OF_CALLER, MAX_FILE_CALLS)
         self._rank_calls = Budget("calls of a rank", MAX_CALLS_OF_RANK, MAX_RANK_CALLS)
         self._user_calls = Budget("calls of your jobs' ranks", MAX_RANK_CALLS_OF_USER, MAX_RANK_CALLS)
+        held = "bytes of requests of open calls"
+        self._requests = Budget(held, MAX_REQUEST_BYTES_OF_CALLER, MAX_REQUEST_BYTES)
+        self._requests_of_ranks = Budget(held, MAX_REQUEST_BYTES_OF_RANKS, MAX_REQUEST_BYTES)
         self._unread = Budget("bytes of answers not read", MAX_UNREAD_BYTES_OF_CALLER, MAX_UNREAD_BYTES)
         self._unread_of_ranks = Budget("bytes of answers not read", MAX_UNREAD_BYTES_OF_CALLER, MAX_UNREAD_BYTES)
         self._folder_calls = Budget("fetches of a rank's folder", MAX_FOLDER_CALLS_OF_RANK, MAX_RANK_CALLS)
@@ -198,8 +204,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
 
         async def respond(sent: Any, context: Context) -> None:
             with ExitStack() as stack:
-                user = await self._let_rank_in(context, method, stack)
-                request = await _request(handler, sent, context, self._received_of_ranks.turn(user))
+                request, user = await self._rank_request(handler, method, sent, context, stack)
                 answer = (handler.response_serializer or _as_it_is)(await handler.unary_unary(request, context))
                 is_taken = await self._write(answer, context, "", partial(self._unread_of_ranks.taking, user))
                 if not is_taken:
@@ -207,8 +212,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
 
         async def stream(sent: Any, context: Context) -> None:
             with ExitStack() as stack:
-                user = await self._let_rank_in(context, method, stack)
-                request = await _request(handler, sent, context, self._received_of_ranks.turn(user))
+                request, _ = await self._rank_request(handler, method, sent, context, stack)
                 inner = handler.stream_stream or handler.unary_stream
                 async with aclosing(inner(request, context)) as responses:
                     is_taken = await self._write_each(responses, context, "", _no_bound)
@@ -218,6 +222,14 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
         return grpc.stream_stream_rpc_method_handler(respond, None, None)
+
+    async def _rank_request(
+        self, handler: Any, method: str, sent: Any, context: Context, during: ExitStack
+    ) -> tuple[Any, str]:
+        """The request of a rank that is let in, and the rank's user; both count within `during`."""
+        user = await self._let_rank_in(context, method, during)
+        held = partial(self._requests_of_ranks.taking, user)
+        return await _request(handler, sent, context, self._received_of_ranks.turn(user), during, held), user
 
     def _single(self, handler: Any, method: str) -> Any:
         """Wraps a handler with one response. To gRPC it is a stream, of which each part can be waited for: of a single
@@ -229,15 +241,16 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             with ExitStack() as stack:
                 grant = await self._let_in(context, method, stack)
                 payer, unread = _payer(CALLER.get(), method), self._unread_by(method)
-                getting = self._processor.metered(payer, of_caller(sent, context, payer))
+                getting = self._processor.metered(payer, of_caller(sent, context, payer, stack))
                 answer = await (getting if grant is None else self._until_ended(grant, getting, context))
                 is_taken = await self._write(answer, context, payer, unread)
                 if not is_taken:
                     await self._abort_unread(context)
 
-        async def of_caller(sent: Any, context: Context, payer: str) -> Any:
-            receiving = self._received.turn(CALLER.get().name)
-            request = await _request(handler, sent, context, receiving, lambda _: self._processor.pause(payer))
+        async def of_caller(sent: Any, context: Context, payer: str, during: ExitStack) -> Any:
+            receiving, held = self._received.turn(CALLER.get().name), partial(self._requests.taking, CALLER.get().name)
+            pause = lambda _: self._processor.pause(payer)  # noqa: E731
+            request = await _request(handler, sent, context, receiving, during, held, pause)
             answer = self._audited(inner, method, request, context) if is_change else inner(request, context)
             # Serialized here and not by gRPC, so that the caller is charged for it.
             serialize = handler.response_serializer or _as_it_is
@@ -284,7 +297,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
                 payer = _payer(CALLER.get(), method)
                 pause = partial(self._agent_turns.take, CALLER.get().name) if method == ATTENDANCE else _at_once
                 receiving = self._received.turn(CALLER.get().name)
-                request = await self._processor.metered(payer, _request(handler, sent, context, receiving, pause))
+                held = partial(self._requests.taking, CALLER.get().name)
+                requesting = _request(handler, sent, context, receiving, stack, held, pause)
+                request = await self._processor.metered(payer, requesting)
                 if (call := method.rpartition("/")[2]) in CHANGES:
                     self._audit.note(CALLER.get(), call, "", context.peer(), "begun")
                 async with (
@@ -370,16 +385,23 @@ def _no_bound(num_bytes: int) -> AbstractContextManager[None]:
 
 
 async def _request(
-    handler: Any, sent: Any, context: Context, receiving: AbstractAsyncContextManager[None], pause: Pause = _at_once
+    handler: Any,
+    sent: Any,
+    context: Context,
+    receiving: AbstractAsyncContextManager[None],
+    during: ExitStack,
+    held: Counted,
+    pause: Pause = _at_once,
 ) -> Any:
     """The request, or stream of requests, each after a `pause`. Called only after authentication, since receiving,
     parsing and validating cost memory and time. A call that ends without a message has an empty one; one whose message
-    does not come within `receiving` is ended.
+    does not come within `receiving` is ended. Its bytes count as `held` within `during`.
     """
     if handler.request_streaming:
         return _each_parsed(handler, sent, pause)
     async with answering(context), receiving, aclosing(aiter(sent)) as messages:  # else it would keep the message
         data = await anext(messages, b"")
+        during.enter_context(held(len(data)))
     return handler.request_deserializer(data)
 
 

@@ -25,7 +25,7 @@ from elche_coordinator.services import requests
 from elche_coordinator.services.faults import Faults
 from elche_coordinator.services.link_trials import LinkTrials
 from elche_coordinator.services.log_streams import Looks, stream_logs
-from elche_coordinator.services.shared_views import VIEW_EVERY_S, SharedViews
+from elche_coordinator.services.shared_views import SharedViews, view_every_s
 from elche_coordinator.services.submission import check_settings, check_spec
 from elche_coordinator.storage.bundles import Bundles
 from elche_coordinator.streams.send_queue import SendQueue
@@ -120,7 +120,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         view = requests.own_view(self._catalogue, request.job_id)
         submitter = CALLER.get().submitter(request.submitted_by)
         job_id, path = await requests.resume(
-            self._driver, self._catalogue, self._artifacts, view, request.settings, submitter
+            self._driver, self._catalogue, self._artifacts, self._bundles, view, request.settings, submitter
         )
         return job_pb2.ResumeJobResponse(job_id=job_id, checkpoint=path)
 
@@ -224,13 +224,14 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             yield codec.watch_message(ended)
             return
         getting = asyncio.ensure_future(queue.get())
-        next_view_s = time.monotonic() + VIEW_EVERY_S
+        watchers = self._driver.watchers
+        next_view_s = time.monotonic() + view_every_s(watchers.num_watchers)
         try:
             while True:
                 done, _ = await asyncio.wait({getting}, timeout=max(0.0, next_view_s - time.monotonic()))
                 if time.monotonic() >= next_view_s:  # also when reports come more often than that
                     yield job_pb2.WatchJobResponse(view=self._messages.recent(job_id))
-                    next_view_s = time.monotonic() + VIEW_EVERY_S
+                    next_view_s = time.monotonic() + view_every_s(watchers.num_watchers)
                 if not done:
                     continue
                 if (item := getting.result()) is None:

@@ -28,6 +28,7 @@ from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
 from elche_coordinator.job_states import DECIDED
 from elche_coordinator.roles import CALLER, HAS_CHANGED
+from elche_coordinator.storage.bundles import Bundles
 from elche_coordinator.streams.agents import Agents
 from elche_coordinator.streams.transfers import Rest
 
@@ -77,13 +78,15 @@ async def resume(
     driver: Driver,
     catalogue: JobCatalogue,
     artifacts: Artifacts,
+    bundles: Bundles,
     view: JobView,
     settings: Mapping[str, str],
     submitted_by: str = "",
 ) -> tuple[JobId, str]:
     """Submits an ended job again, from its newest checkpoint. Returns the new job's id and the checkpoints' folder.
 
-    Raises `InvalidJob` for a job that has not ended, has no checkpoint, is complete, or was started by a script.
+    Raises `InvalidJob` for a job that has not ended, has no checkpoint, is complete, or was started by a script, and
+    for one whose file or folder is not here any more.
     """
     result = catalogue.result(view.job_id)
     if result is None:
@@ -112,6 +115,8 @@ async def resume(
         driver.sources.load(spec.source_hash)
     except KeyError:
         raise InvalidJob(f"the file of job {view.job_id} is not in the database any more; submit it again") from None
+    if spec.bundle:  # also marks it as used
+        bundles.require(spec.bundle)
     return await submit(driver, spec), spec.resume
 
 

@@ -7,12 +7,19 @@ from typing import Generic, NamedTuple, TypeVar
 View = TypeVar("View")
 
 VIEW_EVERY_S = 0.25
-"""Greatest age in seconds of a view that is sent at intervals, unless `VIEW_COST` makes it longer."""
+"""Greatest age in seconds of a view that is sent at intervals, unless `VIEW_COST` or many watchers make it longer."""
 VIEW_COST = 20
 """A view is made again only after this many times the time to make it, so that views take a bounded part of the event
 loop's time."""
+MAX_VIEWS_PER_S = 1_000
+"""Most views that all watchers together are sent in a second at intervals: each takes the event loop 0.1 to 0.3 ms."""
 MAX_KEPT = 64
 """Most views that are kept for further watchers."""
+
+
+def view_every_s(num_watchers: int) -> float:
+    """Seconds between two views that a watcher is sent."""
+    return max(VIEW_EVERY_S, num_watchers / MAX_VIEWS_PER_S)
 
 
 class _Made(NamedTuple, Generic[View]):

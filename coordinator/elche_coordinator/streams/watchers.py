@@ -30,25 +30,24 @@ class Watchers:
     def __init__(self, health: LoopHealth) -> None:
         self._health = health
         self._queues: dict[str, list[WatchQueue]] = {}
+        self.num_watchers = 0
+        """Present watchers of all jobs."""
         self._held = Held("reports", MAX_REPORTS_BYTES_OF_CALLER, MAX_REPORTS_BYTES)
         self._on_ended: list[Callable[[JobId], None]] = []
         self._on_published: list[Callable[[JobId, reports.Report], None]] = []
-
-    @property
-    def num_watchers(self) -> int:
-        """Number of present watchers."""
-        return sum(map(len, self._queues.values()))
 
     def watch(self, job_id: str, caller: str = "") -> WatchQueue:
         """A queue that gets the reports of the job from now on. It ends if it has too much, or the caller's queues."""
         queue = WatchQueue(MAX_WAITING, MAX_WATCHED_BYTES, partial(self._held.change, caller))
         self._queues.setdefault(job_id, []).append(queue)
+        self.num_watchers += 1
         return queue
 
     def unwatch(self, job_id: str, queue: WatchQueue) -> None:
         """Removes the queue of a watcher that has left."""
         queue.drop()
         self._queues[job_id].remove(queue)
+        self.num_watchers -= 1
         if not self._queues[job_id]:
             del self._queues[job_id]
 

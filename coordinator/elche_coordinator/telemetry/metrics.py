@@ -17,6 +17,9 @@ from elche_coordinator.core.describe import JobView, RankView
 from elche_coordinator.core.records.histogram import PERSIST_SECONDS, Histogram
 from elche_coordinator.driver import Driver
 
+MAX_METRICS = 64
+"""Most metrics of a job's evaluation that are exported, the first by name. Each is a series, and a job may have a
+thousand."""
 EXPIRE_S = 15 * 60
 """Seconds for which the series of an ended job are exported."""
 
@@ -221,8 +224,8 @@ def _job_metrics(jobs: list[JobView]) -> Iterator[Metric]:
     for job in jobs:
         info.add_metric((job.job_id, job.name, job.policy, job.averaging, job.backend_name), 1)
         state.add_metric((job.job_id, job.state), 1)
-        for name, value in job.metrics.items():
-            evaluation.add_metric((job.job_id, name), value)
+        for name in sorted(job.metrics)[:MAX_METRICS]:
+            evaluation.add_metric((job.job_id, name), job.metrics[name])
     yield from (info, state, evaluation)
     rows = [((job.job_id,), job) for job in jobs if job.num_epochs]
     yield from _families("elche_job_", ("job",), JOB_GAUGES, JOB_COUNTERS, rows)

@@ -32,6 +32,7 @@ from elche_coordinator.driver import Driver
 from elche_coordinator.roles import CALLER
 from elche_coordinator.services import requests
 from elche_coordinator.services.validation import MAX_RANKS
+from elche_coordinator.storage.bundles import Bundles
 from elche_coordinator.streams.transfers import Rest
 from elche_coordinator.telemetry.journal_files import JournalFiles
 from elche_coordinator.telemetry.metrics import SnapshotCollector, snapshot
@@ -72,6 +73,7 @@ class Web:
         artifacts: Artifacts,
         recordings: Recordings,
         journals: JournalFiles,
+        bundles: Bundles,
         upkeep: Upkeep,
     ) -> None:
         self._driver = driver
@@ -85,6 +87,7 @@ class Web:
         self._saved_at_s: dict[str, float] = {}
         """Times of the last saves of running jobs' recordings."""
         self._journals = journals
+        self._bundles = bundles
         self._loaded: dict[str, SavedRecording] = {}
         """Recordings of earlier runs, by job."""
         self._saved: set[str] = set()
@@ -337,7 +340,7 @@ class Web:
                 requests.scale(self._driver, self._catalogue, view, _num_ranks(request.query_params))
             case "resume":
                 new_id, path = await requests.resume(
-                    self._driver, self._catalogue, self._artifacts, view, {}, submitted_by=CALLER.get().name
+                    self._driver, self._catalogue, self._artifacts, self._bundles, view, {}, CALLER.get().name
                 )
                 return JSONResponse({"job": new_id, "checkpoint": path})
             case "model":
