@@ -177,6 +177,9 @@ def test_a_file_is_found_in_its_folder(tmp_path: Path, monkeypatch: pytest.Monke
     assert folder_of(path, None) == path.parent, "its own package"
     path.write_text("from ..nets import model\n")
     assert folder_of(path, None) == tmp_path.resolve(), "the one around it, too"
+    put(tmp_path, **{"project/jobs/__init__.py": "", "project/jobs/nets.py": ""})
+    path.write_text("from jobs.nets import model\n")
+    assert folder_of(path, None) == (tmp_path / "project").resolve(), "the one that has its package's name"
     assert folder_of(path, "none") is None
     monkeypatch.chdir(path.parent)
     assert folder_of("train.py", "..") == Path("..")

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from elche.errors import InvalidJob, JobFailed
 from elche.evaluation import MAX_SUM_BYTES
 from elche.v1 import rank_pb2
-from elche_worker import TrainingJob, record_scalar
+from elche_worker import TrainingJob, record_scalar, this_rank
 from elche_worker.model.evaluation import Evaluated, evaluate, evaluate_part, metrics_of, rehearse
 from elche_worker.rank.evaluation_messages import evaluated_message, tensors_of
 from elche_worker.user.scalars import take_scalars
@@ -287,6 +287,17 @@ def test_a_rank_makes_metrics_of_the_sums_that_it_is_told(start: Any) -> None:
         "accuracy": (pytest.approx(0.9), 1),
         "samples": (10.0, 1),
     }
+
+
+def test_metrics_of_sums_are_made_in_the_epoch_of_their_evaluation(start: Any) -> None:
+    """The rank that makes them may have trained batches of the next one."""
+    rank: Rank = start(
+        eval_dataset=held_out, eval_step=confusion, eval_metrics=lambda sums: {"epoch": this_rank().epoch}
+    )
+    sums = evaluated_message(0, Evaluated({}, {"confusion": torch.eye(3)}), 0.0).tensors
+    rank.tell(make_metrics=rank_pb2.MakeMetrics(epoch=4, tensors=sums))
+    (told,) = rank.said.wait("evaluated")
+    assert told.sums["epoch"].sum == 4
 
 
 # Metrics that are not numbers

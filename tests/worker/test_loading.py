@@ -87,6 +87,12 @@ def test_a_file_that_ends_itself_is_told_where_its_arguments_belong() -> None:
         load_job("raise SystemExit(2)\njob = 1", "train.py")
 
 
+def test_a_file_whose_main_has_ended_it_in_order_is_told_to_let_it_return() -> None:
+    """typer's and click's do so, with arguments that were right: the advice was about these."""
+    with pytest.raises(InvalidJob, match=r"\(SystemExit: 0\) .* return, as in `job = main\(standalone_mode=False\)`"):
+        load_job("job = 1\nraise SystemExit(0)", "train.py")
+
+
 @pytest.mark.parametrize(
     ("argument", "code", "kind"),
     [

@@ -1,4 +1,4 @@
-"""Files of a package with relative imports."""
+"""Files that import from their own package."""
 
 import sys
 from pathlib import Path
@@ -39,7 +39,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("from .nets import model", "proj.train"),
         ("def main():\n    from . import nets", "proj.train"),
         ("from ..common import nets", "proj.train"),
+        ("from proj.train.nets import model", "proj.train"),
+        ("import proj.common.nets", "proj.train"),
+        ("from proj import common", "proj.train"),
         ("from nets import model", ""),
+        ("import proj", ""),
+        ("from proj import __version__", ""),
+        ("from proj.data.utils import shard", ""),  # of an installed package that has the folder's name
+        ("try:\n    from proj.common.nets import model\nexcept ImportError:\n    from nets import model", ""),
         ("try:\n    from .nets import model\nexcept ImportError:\n    from nets import model", ""),
         ("from . import (", ""),
         ("from . import nets\0", ""),
@@ -48,6 +55,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_its_package_is_that_of_its_folders(folder: Path, source: str, package: str) -> None:
     expected = (package, str(folder)) if package else ("", "")
     assert package_of(source, str(folder / "proj/train/main.py")) == expected
+
+
+def test_what_is_found_beside_a_file_is_not_of_its_package(folder: Path) -> None:
+    """A repository that has the name of its package, and an `__init__.py` as well."""
+    (folder / "proj/train/proj/common").mkdir(parents=True)
+    assert package_of("import proj.common", str(folder / "proj/train/main.py")) == ("", "")
+
+
+def test_a_script_in_a_folder_that_is_no_package_imports_what_is_installed(folder: Path) -> None:
+    """As one in a folder `torch`, with folders of its own there."""
+    (folder / "proj/train/__init__.py").unlink()
+    assert package_of("import proj.common", str(folder / "proj/train/main.py")) == ("", "")
 
 
 def test_folders_without_init_are_as_many_as_imports_climb(folder: Path) -> None:
@@ -72,3 +91,12 @@ def test_a_loop_runs_as_with_m(folder: Path, capsys: pytest.CaptureFixture[str])
     (folder / "proj/train/loop.py").write_text(LOOP)
     run_script(str(folder / "proj/train/loop.py"), [], left_alone_code=1)
     assert capsys.readouterr().out == "__main__ proj.train proj.common.nets\n"
+
+
+def test_a_loop_finds_its_package_by_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`python -m proj.train.loop` ran, and here it ended with "No module named 'proj'"."""
+    (folder / "proj/train/loop.py").write_text(
+        "from proj.common.nets import model\nprint(__package__, model.__module__)"
+    )
+    run_script(str(folder / "proj/train/loop.py"), [], left_alone_code=1)
+    assert capsys.readouterr().out == "proj.train proj.common.nets\n"

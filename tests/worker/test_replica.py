@@ -661,3 +661,23 @@ def test_an_evaluation_holds_the_data_set_still(world: Make) -> None:
     look = UseResult(round=1, version=1, evaluates=True, epoch=0, offset=0, size=0, calls_back=False, saves_final=False)
     rank.replica.use_result(look)
     assert is_still == [True]
+
+
+def test_an_evaluation_sees_the_epoch_that_it_evaluates(world: Make) -> None:
+    """What it stored by `this_rank().epoch` had the number of the next epoch, of which its rank had trained batches;
+    after a resume, before a batch, -1.
+    """
+    seen: list[int] = []
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        seen.append(this_rank().epoch)
+        return {}
+
+    ranks = world(1, evaluate=evaluate)
+    only = ranks.ranks[0]
+    ranks.round(1)
+    only.train(1)
+    trained = this_rank().epoch
+    look = UseResult(round=1, version=1, evaluates=True, epoch=7, offset=0, size=0, calls_back=False, saves_final=False)
+    only.replica.use_result(look)
+    assert (seen, trained, this_rank().epoch) == ([7], 0, 0)

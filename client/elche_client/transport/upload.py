@@ -10,7 +10,7 @@ import grpc
 
 from elche.bundle import CHUNK_BYTES
 from elche.errors import InvalidJob, Unreachable
-from elche.package import package_of
+from elche.package import needs_root, package_of
 from elche.script import check_module
 from elche.status import calling
 from elche.v1 import bundle_pb2 as pb
@@ -91,10 +91,11 @@ def folder_of(path: str | os.PathLike[str], folder: str | os.PathLike[str] | Non
 
 def _own_folder(path: Path) -> Path:
     try:
-        package, root = package_of(path.read_text(encoding="utf-8-sig"), str(path))
+        source = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):  # whoever reads the file says so
         return path.parent
-    return Path(root) if "." in package else path.parent
+    package, root = package_of(source, str(path))
+    return Path(root) if package and needs_root(source, package) else path.parent
 
 
 def file_of_module(name: str, folder: str | os.PathLike[str] | None) -> tuple[Path, Path]:

@@ -587,7 +587,8 @@ class RankLoop:
     def _make_metrics(self, order: rank_pb2.MakeMetrics) -> None:
         """Calls the job's `eval_metrics` with an evaluation's sums."""
         started_s = time.perf_counter()
-        made = make_metrics(self._job, tensors_of(order.tensors), order.names, self._launch.file_name)
+        with self._replica.seen_in(order.epoch):
+            made = make_metrics(self._job, tensors_of(order.tensors), order.names, self._launch.file_name)
         done = Evaluated({name: (value, 1) for name, value in made.items()})
         self._report_evaluation(order.epoch, done, started_s, is_made=True)
 

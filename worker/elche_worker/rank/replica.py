@@ -579,11 +579,22 @@ class Replica:
     def _evaluate(self, act: UseResult) -> Evaluated:
         job, file_name, dataset = self._job, self.launch.file_name, self._parts.eval_dataset
         fits = self._eval_batch_size
-        with _lost_peers_converted(), self._mean_in_model():
+        with _lost_peers_converted(), self._mean_in_model(), self.seen_in(act.epoch):
             if not act.size:
                 return evaluate(job, self.model, file_name, optimizers=self.optimizers)
             part = (job, self.model, dataset, act.offset, act.size, file_name)
             return evaluate_part(*part, batch_size=fits, optimizers=self.optimizers)
+
+    @contextmanager
+    def seen_in(self, epoch: int) -> Iterator[None]:
+        """Context in which functions of the job see this as the rank's epoch: that of an evaluation. The rank may have
+        trained batches of the next one, or none since it was started.
+        """
+        trained, self.epoch = self.epoch, epoch
+        try:
+            yield
+        finally:
+            self.epoch = trained
 
     @property
     def _eval_batch_size(self) -> int:

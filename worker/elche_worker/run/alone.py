@@ -252,7 +252,8 @@ class _OnlyRank(RateSetters):
         self._built = built
         self.state = own_state.objects
         self.device = device
-        self.rank = self.local_step = self.version = self.epoch = 0
+        self.rank = self.local_step = self.version = 0
+        self.epoch = -1
         self.num_trained = 0
         """Samples trained."""
         self._extent = extent

@@ -69,8 +69,8 @@ class Rank(Protocol):
 
     @property
     def epoch(self) -> int:
-        """Epoch of the batch that this rank has trained last. Ranks may be in different epochs, also in
-        `after_round`.
+        """Epoch of the batch that this rank has trained last; -1 before its first one. Ranks may be in different
+        epochs, also in `after_round`. In an evaluation it is the epoch that is evaluated.
         """
         ...
 

@@ -116,10 +116,14 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
         leave_if_forked(error)
         if isinstance(error, SystemExit):  # argparse has said why
             is_answer = error.code in (None, 0, 1)  # 1: as absl ends after its help
+            how = (
+                "its own arguments come after --, as in `elche run FILE -- --lr 0.1`"
+                if error.code
+                else "let what calls its main return, as in `job = main(standalone_mode=False)` with click and typer"
+            )
             raise (HelpShown if is_answer and _is_asked_for_help() else InvalidJob)(
-                f"{file_name} ended itself (SystemExit: {message_of(error)}) before all of it was run: its own "
-                "arguments come after --, as in `elche run FILE -- --lr 0.1`, and what ends a script belongs under "
-                "`if __name__ == '__main__':`"
+                f"{file_name} ended itself (SystemExit: {message_of(error)}) before all of it was run: {how}, and "
+                "what ends a script belongs under `if __name__ == '__main__':`"
             ) from None
         raise describe_raised(error, file_name) from None
     finally:
