@@ -15,7 +15,7 @@ import click
 from google.protobuf.message import DecodeError
 
 from elche.errors import InvalidJob
-from elche.manifest import SOURCE, checkpoints_in, newest, read_manifest
+from elche.manifest import SOURCE, DamagedCheckpoint, checkpoints_in, newest_whole, read_manifest
 from elche.v1.job_pb2 import JobSpec
 from elche_client.client import Client
 from elche_client.commands.naming import find, folder_or_job, of_job
@@ -79,8 +79,8 @@ def resume_here(
             as_json=as_json,
             shows_logs=shows_logs,
         ).run()
-    folder = newest(Path(place))
-    manifest = read_manifest(folder)
+    damaged: list[DamagedCheckpoint] = []
+    folder, manifest = newest_whole(Path(place), damaged.append)
     command = _read_above(folder, COMMAND)
     if not _is_command(command):
         raise InvalidJob(
@@ -103,7 +103,10 @@ def resume_here(
     there = {rank: factor for rank, factor in _slow_factors(command).items() if rank < options.num_ranks}
     options = replace(options, slow_factors=options.slow_factors or there)
     path = file or _source(folder, Path(manifest["file_name"]))
-    print_notice(f"resuming from {folder}")
+    for error in damaged:
+        print_notice(str(error))
+    older = "; what was trained after it is trained again" if damaged else ""
+    print_notice(f"resuming from {folder}{older}")
     return kind(
         path=path,
         options=options,
@@ -282,7 +285,8 @@ def list_checkpoints(job: str, address: str, *, as_json: bool) -> int:
 
 
 def _here(folder: Path) -> list[Checkpoint]:
-    manifests = {path: read_manifest(path) for path in checkpoints_in(folder)}
+    whole = checkpoints_in(folder, lambda _, error: print_notice(str(error)))
+    manifests = {path: read_manifest(path) for path in whole}
     newest_evaluations = list(manifests.values())[-1]["training"].get("evaluations", {})
     found = []
     for path, manifest in manifests.items():

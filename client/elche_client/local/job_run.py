@@ -216,7 +216,7 @@ class LocalRun:
         """
         if self.folder is not None:
             with suppress(InvalidJob):
-                checkpoints_in(self.folder)
+                checkpoints_in(self.folder, lambda *damaged: None)
                 return resume_hint(f"elche resume {shlex.quote(str(self.folder))}")
         before = "" if was_refused else self.options.resume
         place = self.record.checkpoint.path if self.record.checkpoint else before
