@@ -286,6 +286,16 @@ def test_an_agent_that_dies_is_named_with_its_last_words(place: Path) -> None:
     assert json.loads(done.stdout)["error"] == error
 
 
+@pytest.mark.parametrize("name", ["coordinator.log", "agent.log"])
+def test_a_log_that_cannot_be_made_is_named_without_a_traceback(place: Path, name: str) -> None:
+    """As on a full disk: what the process wrote of it before it had its log was Python's traceback."""
+    (place / "out" / name).mkdir(parents=True)
+    done = run(place, "--out", "out", JOB="waits")
+    assert done.returncode == 1
+    assert f"elche: out/{name}: Is a directory" in done.stderr.splitlines()
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_cancels_the_job_and_leaves_no_process(place: Path, number: int, code: int) -> None:
     with running(place, "--json", JOB="waits") as process:

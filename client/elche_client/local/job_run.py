@@ -289,7 +289,7 @@ class LocalRun:
     def _start_coordinator(self, coordinator: ChildProcess, folder: Path) -> str:
         """Has the coordinator serve and returns its address. Raises `ProcessError` if it exits."""
         rest = ["--exit-with-stdin", "--grace", "0", "--data", str(folder / "coordinator")]
-        log, secret = folder / "coordinator.log", folder / TOKEN
+        log, secret = _new_log(folder / "coordinator.log"), folder / TOKEN
         secret.touch(mode=0o600)  # for `elche watch` and other commands while the run lasts
         secret.write_text(self.token + "\n", encoding="utf-8")
         coordinator.log = log
@@ -325,7 +325,7 @@ class LocalRun:
         self, agent: ChildProcess, folder: Path, address: str, slots: Sequence[Mapping[str, object]]
     ) -> None:
         self.processes.stop_first(agent)  # while the coordinator runs, for the ranks' last messages
-        agent.log = folder / "agent.log"
+        agent.log = _new_log(folder / "agent.log")
         order = {
             "coordinator": address,
             "slots": slots,
@@ -463,6 +463,12 @@ def make_folder(out: Path | None, stem: str) -> Path:
         return out
     except OSError as error:
         raise InvalidJob(f"the folder {error.filename} cannot be created: {error.strerror}") from error
+
+
+def _new_log(path: Path) -> Path:
+    """Makes the file, so that this command says so on a full disk, and no child has a traceback. Raises `OSError`."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+    return path
 
 
 def _claim(folder: Path) -> None:
