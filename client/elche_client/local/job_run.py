@@ -4,6 +4,7 @@ The processes are started before this one imports gRPC and the panel, so that th
 PyTorch, begins at once and runs in parallel with all others.
 """
 
+import errno
 import json
 import os
 import re
@@ -422,7 +423,9 @@ class LocalRun:
     def _note_round(self, recorded: bytes, file: IO[bytes]) -> None:
         """Adds a round to the file for `elche replay`. The run goes on without that file where it cannot be written."""
         try:
-            file.write(recorded)
+            # An unbuffered write may write a part only, without an error; what follows could not be read then.
+            if file.write(recorded) != len(recorded):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._cadence = None
             print_notice(f"{self.folder}/{CADENCE}: {error.strerror}; `elche replay` cannot repeat this run")
