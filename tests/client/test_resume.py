@@ -12,9 +12,10 @@ import pytest
 
 from elche.errors import InvalidJob
 from elche.manifest import SOURCE, DamagedCheckpoint, checkpoints_in, checksum, newest
+from elche.v1.job_pb2 import JobSpec, RankPart, RecordedRound, Slice
 from elche_client.cli.main import main
 from elche_client.commands import resume
-from elche_client.local.job_run import COMMAND
+from elche_client.local.job_run import CADENCE, COMMAND
 from elche_client.options import JobOptions
 
 WEIGHTS = bytes(1000)
@@ -44,6 +45,7 @@ def write_checkpoint(
     saved_at: float | None = None,
     attempt: int = 1,
     job: str = "j-1",
+    samples: int = 0,
 ) -> None:
     """A checkpoint folder with one file."""
     evaluations = {"by_version": evaluated, "best_version": None}
@@ -53,6 +55,7 @@ def write_checkpoint(
         "training": {
             "attempt": attempt,
             "version": version,
+            "samples": samples,
             "ledger": {"epoch": version},
             "global_step": 1,
             "evaluations": evaluations,
@@ -284,3 +287,35 @@ def test_a_run_with_more_to_do_goes_on(
     write_run(tmp_path, **record)
     assert go_on(tmp_path, JobOptions(settings=settings)) == 0
     assert begun[0][1].settings == {"batch_size": 8, "anchor": 4} | settings
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_recording_that_lacks_rounds_is_not_replayed(
+    tmp_path: Path, begun: list[tuple[str, JobOptions, Path]], is_resumed: bool
+) -> None:
+    """Rounds that were made while the coordinator was away are not in it: another model was made, with code 0."""
+    write_run(tmp_path, loop=False, state="succeeded", epochs=1, committed_samples=[24 + 8 * is_resumed])
+    before = tmp_path / "before"
+    write_checkpoint(before, 1, {}, samples=8)
+    command = json.loads((tmp_path / COMMAND).read_text())
+    command |= {
+        "settings": {},
+        "slow_factors": {},
+        "num_ranks": 2,
+        "file": "train.py",
+        "resume": str(before) if is_resumed else "",
+    }
+    (tmp_path / COMMAND).write_text(json.dumps(command))
+    (tmp_path / SOURCE).write_text("job = 'then'")
+    one = JobSpec(replay=[RecordedRound(parts=[RankPart(slices=[Slice(size=8)]), RankPart(slices=[Slice(size=4)])])])
+    for num_rounds in (1, 2):
+        (tmp_path / CADENCE).write_bytes(one.SerializeToString() * num_rounds)
+        if num_rounds == 1:
+            with pytest.raises(InvalidJob, match=r"lacks rounds: it has 12 of 24 samples.*--one-process repeats"):
+                replay(tmp_path)
+        else:
+            assert replay(tmp_path) == 0
+
+
+def replay(folder: Path) -> int:
+    return resume.replay_run(folder, JobOptions(), device="cpu", out=None, as_json=False)

@@ -213,7 +213,7 @@ def replay_run(
         slow_factors = _slow_factors(command)
         settings, num_ranks = command["settings"], int(command["num_ranks"])
         resume, path = command["resume"], Path(command["file"])
-        JobSpec.FromString(recording)
+        rounds = JobSpec.FromString(recording).replay
         if not _is_command(command):
             raise ValueError
     except OSError as error:
@@ -225,6 +225,12 @@ def replay_run(
         raise InvalidJob(f"{folder / CADENCE} was not written by elche run, or is damaged") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise InvalidJob(f"{folder / COMMAND} was not written by elche run, or is damaged") from None
+    num_recorded = sum(one.size for recorded in rounds for part in recorded.parts for one in part.slices)
+    if num_recorded < (num_trained := _num_trained(folder, resume)):
+        raise InvalidJob(
+            f"{folder / CADENCE} lacks rounds: it has {num_recorded} of {num_trained} samples, as when the coordinator "
+            "was away. --one-process repeats the run if it had --audit true"
+        )
     options = replace(
         options,
         replay=recording,
@@ -245,6 +251,15 @@ def replay_run(
         shows_logs=shows_logs,
         working_folder=_working_folder(command),
     ).run()
+
+
+def _num_trained(folder: Path, resumed: str) -> int:
+    """The samples that a run has trained; 0 if it has not succeeded, or if that is not known."""
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError, InvalidJob):
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        before = read_manifest(Path(resumed))["training"]["samples"] if resumed else 0
+        return sum(record["committed_samples"]) - int(before) if record["state"] == "succeeded" else 0
+    return 0
 
 
 def replay_here(
