@@ -183,6 +183,18 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"arguments": 3}', "[" * 100_000])
+def test_a_run_whose_arguments_are_damaged_is_not_resumed_without_them(
+    tmp_path: Path, begun: list[tuple[str, JobOptions, Path]], text: str
+) -> None:
+    """With another learning rate among them, say, another training went on, with code 0."""
+    write_run(tmp_path)
+    (tmp_path / COMMAND).write_text(text)
+    with pytest.raises(InvalidJob, match=r"run\.json of the run that has written \S+ is damaged: move the checkpoint"):
+        go_on(tmp_path, JobOptions())
+    assert begun == []
+
+
 def test_what_is_asked_for_wins_over_what_the_checkpoint_was_made_with(
     tmp_path: Path, begun: list[tuple[str, JobOptions, Path]]
 ) -> None:

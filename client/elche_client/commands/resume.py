@@ -81,11 +81,7 @@ def resume_here(
         ).run()
     damaged: list[DamagedCheckpoint] = []
     folder, manifest = newest_whole(Path(place), damaged.append)
-    command = _read_above(folder, COMMAND)
-    if not _is_command(command):
-        raise InvalidJob(
-            f"the {COMMAND} of the run that has written {folder} is damaged: move the checkpoint elsewhere"
-        )
+    command = _command_of(folder)
     is_loop = "loop" in manifest["training"]
     if file is None:
         more = f"set more epochs in the script: elche resume {folder} {manifest['file_name']}" if is_loop else ""
@@ -129,12 +125,28 @@ def _working_folder(command: dict[str, Any]) -> Path | None:
     return Path(folder)
 
 
-def _read_above(checkpoint: Path, name: str) -> dict[str, Any]:
-    """A JSON file of the run that has written the checkpoint; empty if the checkpoint was moved."""
+def _command_of(checkpoint: Path) -> dict[str, Any]:
+    """The arguments of the run that has written the checkpoint; empty if the checkpoint was moved. Raises `InvalidJob`
+    if they are damaged: without them another training would go on.
+    """
+    with suppress(ValueError, RecursionError):
+        command = _read_above(checkpoint, COMMAND)
+        if isinstance(command, dict) and _is_command(command):
+            return command
+    raise InvalidJob(
+        f"the {COMMAND} of the run that has written {checkpoint} is damaged: move the checkpoint elsewhere to resume "
+        "without the run's arguments and environment"
+    )
+
+
+def _read_above(checkpoint: Path, name: str) -> Any:
+    """A JSON file of the run that has written the checkpoint; {} if the checkpoint was moved. Raises `ValueError` or
+    `RecursionError` for a file that is none.
+    """
     for folder in [checkpoint.resolve(), *checkpoint.resolve().parents][: DEPTH + 1]:
-        with suppress(OSError, ValueError, RecursionError):
-            content = json.loads((folder / name).read_text(encoding="utf-8"))
-            return content if isinstance(content, dict) else {}
+        with suppress(OSError):
+            text = (folder / name).read_text(encoding="utf-8")
+            return json.loads(text)
     return {}
 
 
@@ -311,7 +323,7 @@ def _here(folder: Path) -> list[Checkpoint]:
             raise InvalidJob(f"{path} is damaged: its manifest lacks the training's state; remove it") from None
     try:
         return _with_recorded(found, _read_above(folder, RECORD).get("checkpoints", []))
-    except (KeyError, TypeError, AttributeError):  # the record only adds metrics
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # the record only adds metrics
         return found
 
 
