@@ -12,6 +12,14 @@ from elche_audit.verdict import Thrown, Verdict
 
 MAX_LINES = 20
 """Most lines about one kind of violation."""
+AGREED = {
+    "dataset_size": "another size of the data set",
+    "source": "another file",
+    "code": "another module or folder",
+    "settings": "other settings",
+    "arguments": "other arguments",
+}
+"""What all ranks of a job have alike, since with it a position of an epoch is another sample; and its words."""
 MAX_LACKING = 3
 """Most lines about rounds whose ranks' files are missing."""
 
@@ -83,6 +91,10 @@ class _Judge:
             self._refute([_outside(file, one) for one in _pieces(file) if not self._is_inside(one)])
             if file.name != (named := f"rank-{file.start.rank}-{file.start.incarnation}.bin"):
                 self._refute([f"{file.who}: it has what {named} is to have"])
+            first = self._run.files[0]
+            for name, words_of in AGREED.items():
+                if getattr(file.start, name) != getattr(first.start, name):
+                    self._refute([f"{file.who}: it was to train with {words_of} than {first.who}"])
             if file.start.epoch_sizes() != self._sizes:
                 self._refute([f"{file.who}: it was to train other epochs than the other ranks"])
 
@@ -179,6 +191,7 @@ class _Judge:
         samples, lacking = attempt.base_samples, []
         self._refute(_other_bases(attempt))
         self._refute(_places_twice(attempt))
+        self._refute(_other_groups(attempt))
         self._refute(_disorder(attempt))
         for rival in attempt.rivals:
             other = attempt.rounds[rival.version]
@@ -301,6 +314,8 @@ class _Judge:
                 if told != made
             ]
         )
+        if stale := [epoch for epoch in books.books if epoch < books.epoch]:
+            self._refute([f"{where}: it has books of epoch {stale[0]}, and says that this is complete"])
         trained = self._with_base(rounds)
         if (differs := difference(books.ranges(self._full_size), trained)) is not None:
             has = "the ranks' rounds have them" if self._has(trained, differs) else "no round of the ranks has them"
@@ -492,14 +507,35 @@ def _places_twice(attempt: Attempt) -> list[str]:
     return found
 
 
+def _other_groups(attempt: Attempt) -> list[str]:
+    """The ranks that were told another group of a generation than the first one, a line each."""
+    found, groups = [], dict[int, tuple[Joined, RankFile]]()
+    for file in attempt.files:
+        for one in file.records:
+            if isinstance(one, Joined):
+                first, other = groups.setdefault(one.generation, (one, file))
+                if (first.world_size, first.is_relayed) != (one.world_size, one.is_relayed):
+                    told = " and ".join(f"{who.who} {_group(it)}" for it, who in ((first, other), (one, file)))
+                    found.append(f"generation {one.generation} has two contents: to {told}")
+    return found
+
+
+def _group(one: Joined) -> str:
+    return f"{one.world_size} ranks{' through the coordinator' * one.is_relayed}"
+
+
 def _disorder(attempt: Attempt) -> list[str]:
-    """The rounds that are older than the one before them: of an older number, or of an older process, a line each."""
-    found, number, newest = [], 0, dict[int, RankFile]()
+    """The rounds that are older than the one before them: of an older number, of an older generation, or of an older
+    process, a line each.
+    """
+    found, number, generation, newest = [], 0, 0, dict[int, RankFile]()
     for version in sorted(attempt.rounds):
         one = attempt.rounds[version]
         if one.number <= number:
             found.append(f"{one.words} made version {version}, and round {number} the version before it")
-        number = one.number
+        if one.generation < generation:
+            found.append(f"{one.words} made version {version}, and generation {generation} the version before it")
+        number, generation = one.number, one.generation
         for part in one.parts:
             last = newest.setdefault(part.file.start.rank, part.file)
             if part.file.start.incarnation < last.start.incarnation:

@@ -341,8 +341,7 @@ class _Reader:
         elif kind in (LOST, LOST_LATE):
             self._take_loss(Lost(*(*numbers, kind == LOST_LATE)))
         elif kind == JOINED:
-            self._joined = Joined(*(*numbers[:-1], bool(numbers[-1])))
-            self._file.records.append(self._joined)
+            self._take_group(Joined(*(*numbers[:-1], bool(numbers[-1]))))
         elif kind == EVALUATED:
             self._take_evaluation(EvaluatedPart(*numbers))
         elif kind == COMMITTED:
@@ -396,11 +395,23 @@ class _Reader:
         self._file.records.append(entry)
         self._open = entry
 
+    def _take_group(self, group: Joined) -> None:
+        if group.position >= group.world_size:
+            where = f"place {group.position} of generation {group.generation}"
+            self._add_problem(f"it has {where}, which has {group.world_size} ranks")
+        self._joined = group
+        self._file.records.append(group)
+
     def _take_result(self, result: Received) -> None:
-        entry = self._open
+        entry, group = self._open, self._joined
         if entry is None or (entry.generation, entry.round) != (result.generation, result.round):
             self._add_problem(f"it received a result of round {result.round}, which it had not entered")
             return
+        if group is not None and group.world_size != result.num_rows:
+            self._add_problem(
+                f"the result of round {result.round} is of {result.num_rows} ranks, and generation "
+                f"{group.generation} has {group.world_size}"
+            )
         self._open, self._in_result, self._version = None, entry.cut, result.version
         self._file.results[result.generation, result.round] = result
         self._file.records.append(result)
@@ -425,6 +436,8 @@ class _Reader:
             self._add_problem(
                 f"round {commit.round} was committed as version {commit.version}, and its result is {has}"
             )
+        if self._file.outcome:
+            self._add_problem(f"round {commit.round} was committed after the job had {self._file.outcome}")
         self._file.commits.append(commit)
 
     def _take_outcome(self, number: int) -> None:

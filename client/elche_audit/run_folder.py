@@ -36,6 +36,7 @@ class CheckpointBooks:
     """The data of a checkpoint that must agree with the ranks' files."""
 
     name: str
+    job: str
     attempt: int
     version: int
     samples: int
@@ -194,7 +195,9 @@ def _read_checkpoint(path: Path, run: RunFolder) -> None:
         if str(error) not in run.missing:
             run.missing.append(str(error))
         return
-    if books not in run.checkpoints:
+    if books.job != run.job:
+        run.missing.append(f"checkpoint {books.name} is of job {books.job[:80]}, not of {run.job}")
+    elif books not in run.checkpoints:
         run.checkpoints.append(books)
 
 
@@ -216,6 +219,7 @@ def read_books(path: Path) -> CheckpointBooks:
         )
         return CheckpointBooks(
             name=name,
+            job=str(manifest["job"]),
             attempt=int(training["attempt"]),
             version=int(training["version"]),
             samples=int(training["samples"]),

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,31 +36,69 @@ class NoCheckpoint(InvalidJob):
     """There is none at the path."""
 
 
+class DamagedCheckpoint(InvalidJob):
+    """What is there is not what was written."""
+
+
 def newest(path: Path) -> Path:
     """The checkpoint at `path`, or the newest one below the folder of a job or run. Raises `NoCheckpoint`."""
     return checkpoints_in(path)[-1]
 
 
-def checkpoints_in(path: Path) -> list[Path]:
-    """All complete checkpoints at or below a folder, oldest first. Raises `NoCheckpoint`, and `InvalidJob` for a
-    damaged one.
+def newest_whole(path: Path, on_damaged: Callable[[DamagedCheckpoint], None]) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint at `path`, or the newest one below it whose files are as they were written; and its manifest.
+    `on_damaged` is called for each one that is not. Raises `NoCheckpoint`, and `DamagedCheckpoint` if there is no whole
+    one beside it: that of another job is no replacement.
+    """
+    damaged: dict[Path, DamagedCheckpoint] = {}
+    found = checkpoints_in(path, damaged.__setitem__)
+    manifest: dict[str, Any] = {}
+    while found:
+        try:
+            manifest = read_manifest(found[-1])
+            check_files(found[-1], manifest)
+            break
+        except DamagedCheckpoint as error:
+            damaged[found.pop()] = error
+    for folder, why in damaged.items():
+        if not any(one.parent == folder.parent for one in found):
+            raise why
+        on_damaged(why)
+    return found[-1], manifest
+
+
+def checkpoints_in(path: Path, on_damaged: Callable[[Path, DamagedCheckpoint], None] | None = None) -> list[Path]:
+    """All complete checkpoints at or below a folder, oldest first. Raises `NoCheckpoint`, and `InvalidJob` for one that
+    cannot be read. With `on_damaged`, it is called for those with damaged manifests, unless all are damaged.
     """
     if not os.path.exists(path):  # False also for a name that none can have
         raise NoCheckpoint(f"there is no checkpoint {path}")
     if os.path.isfile(path / MANIFEST):
         return [path]
     found = [one.parent for depth in ("*", "*/*", "*/*/*") for one in path.glob(f"{depth}/{MANIFEST}")]
-    whole = [one for one in found if not one.name.startswith(".")]
-    if not whole:
+    manifests: dict[Path, dict[str, Any]] = {}
+    damaged: dict[Path, DamagedCheckpoint] = {}
+    for one in found:
+        if one.name.startswith("."):
+            continue
+        try:
+            manifests[one] = read_manifest(one)
+        except DamagedCheckpoint as error:
+            damaged[one] = error
+    if damaged and (on_damaged is None or not manifests):
+        raise next(iter(damaged.values()))
+    if not manifests:
         raise NoCheckpoint(
             f"{path} is not a checkpoint and contains none: no {MANIFEST} is in it. "
             "A job writes one on Ctrl-C, every ten minutes, and with --checkpoint-every-epochs 1 after each epoch; a "
             "loop of your own on Ctrl-C, by trainer.save(), and with TrainerConfig(checkpoint_every_minutes=...)"
         )
-    manifests = {one: read_manifest(one) for one in whole}
-    whole.sort(key=lambda one: (*_progress(manifests[one]), one.name))
-    last_at = {manifests[one]["job"]: manifests[one]["saved_at"] for one in whole}
-    return sorted(whole, key=lambda one: (last_at[manifests[one]["job"]], manifests[one]["job"]))
+    for one, why in damaged.items():
+        assert on_damaged is not None
+        on_damaged(one, why)
+    furthest_last = sorted(manifests, key=lambda one: (*_progress(manifests[one]), one.name))
+    last_at = {manifests[one]["job"]: manifests[one]["saved_at"] for one in furthest_last}
+    return sorted(furthest_last, key=lambda one: (last_at[manifests[one]["job"]], manifests[one]["job"]))
 
 
 def _progress(manifest: Mapping[str, Any]) -> tuple[int, int, float]:
@@ -71,7 +109,9 @@ def _progress(manifest: Mapping[str, Any]) -> tuple[int, int, float]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises `InvalidJob` when it is missing, damaged or of an unknown format."""
+    """The manifest of a checkpoint. Raises `DamagedCheckpoint`, and `InvalidJob` when it cannot be read or is of an
+    unknown format.
+    """
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -81,20 +121,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise InvalidJob(f"the checkpoint {folder} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise InvalidJob(
-            f"{path} is not a manifest of an elche checkpoint, or is damaged: remove its folder, or resume from "
-            "another one by its folder"
+        raise DamagedCheckpoint(
+            f"{path} is not a manifest of an elche checkpoint, or is damaged; resume from an older checkpoint"
         ) from None
     if not is_sealed:
-        raise InvalidJob(f"{path} is damaged: its checksum does not match; resume from an older checkpoint")
+        raise DamagedCheckpoint(f"{path} is damaged: its checksum does not match; resume from an older checkpoint")
     if version != FORMAT:
         raise InvalidJob(f"the checkpoint {folder} has format {version}, and this version of elche reads {FORMAT}")
     if missing:
-        raise InvalidJob(f"{path} is not a manifest of an elche checkpoint: {missing[0]} is missing")
+        raise DamagedCheckpoint(f"{path} is not a manifest of an elche checkpoint: {missing[0]} is missing")
     if wrong := [name for name, type_ in FIELDS.items() if not isinstance(manifest[name], type_)]:
-        raise InvalidJob(f"{path} is damaged: {wrong[0]} is not what elche writes; resume from an older checkpoint")
+        raise DamagedCheckpoint(
+            f"{path} is damaged: {wrong[0]} is not what elche writes; resume from an older checkpoint"
+        )
     if not all(map(_is_file, manifest["files"].items())):
-        raise InvalidJob(f"{path} is damaged: its list of files is invalid; resume from an older checkpoint")
+        raise DamagedCheckpoint(f"{path} is damaged: its list of files is invalid; resume from an older checkpoint")
     return dict(manifest)
 
 
@@ -104,6 +145,30 @@ def _is_file(one: tuple[str, Any]) -> bool:
     is_within = "\0" not in name and not name.startswith("/") and ".." not in name.split("/")
     is_entry = isinstance(file, dict) and type(file.get("bytes")) is int and isinstance(file.get("sha256", ""), str)
     return is_within and is_entry
+
+
+def check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raises `DamagedCheckpoint` unless all files have the sizes and checksums that the manifest says."""
+    for name, file in manifest["files"].items():
+        path = folder / name
+        if not os.path.isfile(path):  # False also for a name that no file can have
+            raise DamagedCheckpoint(f"the checkpoint {folder} is not whole: {name} is missing; use an older one")
+        size_bytes = path.stat().st_size
+        if size_bytes != file["bytes"]:
+            raise DamagedCheckpoint(
+                f"the checkpoint {folder} is not whole: {name} has {size_bytes} bytes and had {file['bytes']}; "
+                "use an older one"
+            )
+        if sha256(path) != file.get("sha256"):
+            raise DamagedCheckpoint(
+                f"the checkpoint {folder} is damaged: {name} is not what was written; use an older one"
+            )
+
+
+def sha256(path: Path) -> str:
+    """A file's SHA-256, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def checksum(manifest: dict[str, Any]) -> str:

@@ -396,7 +396,63 @@ def went_back_to_a_version_of_nobody(run: Run) -> None:
     run.average(name)
 
 
+def in_groups(run: Run, *groups: tuple[int, int, int]) -> None:
+    """Each rank begins in generation 1: its place, the number of ranks, and 1 if through the coordinator."""
+    for log, group in zip(run.logs.values(), groups, strict=True):
+        log.records.insert(0, ["joined", 1, 1, *group])
+
+
+def average_without_a_member(run: Run) -> None:
+    in_groups(run, (0, 3, 0), (1, 3, 0))
+
+
+def place_that_there_is_not(run: Run) -> None:
+    in_groups(run, (0, 2, 0), (2, 2, 0))
+
+
+def group_that_averages_in_two_ways(run: Run) -> None:
+    in_groups(run, (0, 2, 0), (1, 2, 1))
+
+
+def round_of_an_older_generation(run: Run) -> None:
+    """A round of generation 2 is committed, and after it one of generation 1."""
+    for log in run.logs.values():
+        log.find("entered", 3)[2] = log.find("received", 3)[1] = 2
+    run.cadence[3].generation = 2
+
+
+def commit_after_the_end(run: Run) -> None:
+    records = run.logs[A].records
+    records.insert(records.index(run.logs[A].find("committed")), ["decided", 1])
+
+
+def another_data_set(run: Run) -> None:
+    """Of as many samples in whole batches: a position is another sample."""
+    run.logs[B].start |= {"dataset_size": SIZE + 3, "drop_last": True}
+
+
+def another_file(run: Run) -> None:
+    run.logs[B].start["source"] = "1a2b"
+
+
+def another_seed(run: Run) -> None:
+    run.logs[B].start["settings"] = {"seed": 2}
+
+
+def checkpoint_with_books_of_a_complete_epoch(run: Run) -> None:
+    run.manifests["epoch-version-4"]["training"]["ledger"]["books"]["0"] = {"committed": [[0, 16]]}
+
+
 FAULTS: dict[Fault, str] = {
+    average_without_a_member: r"rank 0 \(rank-0-1.bin\): the result of round 1 is of 2 ranks, and generation 1 has 3",
+    place_that_there_is_not: r"rank 1 .*: it has place 2 of generation 1, which has 2 ranks",
+    group_that_averages_in_two_ways: r"generation 1 has two contents: to rank 0 .* 2 ranks and rank 1 .* through the",
+    round_of_an_older_generation: r"round 5 of generation 1 made version 5, and generation 2 the version before it",
+    commit_after_the_end: r"rank 0 .*: round 5 was committed after the job had succeeded",
+    another_data_set: r"rank 1 .*: it was to train with another size of the data set than rank 0",
+    another_file: r"rank 1 .*: it was to train with another file than rank 0",
+    another_seed: r"rank 1 .*: it was to train with other settings than rank 0",
+    checkpoint_with_books_of_a_complete_epoch: r"checkpoint epoch-version-4 .* has books of epoch 0, and says that",
     lease_given_twice: r"lease 1 was given twice: to rank 0 \(rank-0-1.bin\), and to rank 1 \(rank-1-2.bin\)",
     positions_twice: r"epoch 1: positions 16 to 19 \(4 samples\) twice: by rank 0 .* in version 5, and by rank 1",
     slice_beyond_its_epoch: r"epoch 1: positions 32 to 35 .* of rank 0 .* are outside the epochs",
@@ -910,6 +966,12 @@ def another_jobs_record(run: Run) -> None:
     (run.folder / "record.json").write_text('{"job_id": "letters-2"}')
 
 
+def another_jobs_checkpoint(run: Run) -> None:
+    """Of the same version, as of the same training that was begun twice."""
+    run.manifests["epoch-version-4"]["job"] = "letters-2"
+    run.write()
+
+
 def damaged_result(run: Run) -> None:
     (run.folder / "record.json").write_text("{")
 
@@ -948,6 +1010,7 @@ LACKS: dict[Fault, str] = {
     damaged_manifest: r"checkpoint epoch-version-4: its manifest is damaged",
     another_jobs_file: r"rank-0-1.bin is a file of job letters-2",
     another_jobs_record: r"record.json is that of job letters-2",
+    another_jobs_checkpoint: r"checkpoint epoch-version-4 is of job letters-2, not of digits-1",
     damaged_result: r"record.json is damaged",
     full_disk: r"all files of ranks end before the job did",
     full_disk_of_a_submitted_job: r"checkpoint epoch-version-4 has version 4, and all files .* end with 3",

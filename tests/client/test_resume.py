@@ -1,7 +1,9 @@
 """What `elche checkpoints` and `elche resume` read from the folder of a run."""
 
+import hashlib
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +11,14 @@ from typing import Any
 import pytest
 
 from elche.errors import InvalidJob
-from elche.manifest import SOURCE, checkpoints_in, checksum, newest
+from elche.manifest import SOURCE, DamagedCheckpoint, checkpoints_in, checksum, newest
+from elche.v1.job_pb2 import JobSpec, RankPart, RecordedRound, Slice
 from elche_client.cli.main import main
 from elche_client.commands import resume
-from elche_client.local.job_run import COMMAND
+from elche_client.local.job_run import CADENCE, COMMAND
 from elche_client.options import JobOptions
+
+WEIGHTS = bytes(1000)
 
 
 def test_the_newest_checkpoint_is_the_one_that_was_saved_last_whatever_its_name(tmp_path: Path) -> None:
@@ -40,15 +45,17 @@ def write_checkpoint(
     saved_at: float | None = None,
     attempt: int = 1,
     job: str = "j-1",
+    samples: int = 0,
 ) -> None:
-    """A checkpoint folder that holds a manifest alone."""
+    """A checkpoint folder with one file."""
     evaluations = {"by_version": evaluated, "best_version": None}
     manifest = {
         "format": 2,
-        "files": {"model.safetensors": {"bytes": 1000}},
+        "files": {"model.safetensors": {"bytes": len(WEIGHTS), "sha256": hashlib.sha256(WEIGHTS).hexdigest()}},
         "training": {
             "attempt": attempt,
             "version": version,
+            "samples": samples,
             "ledger": {"epoch": version},
             "global_step": 1,
             "evaluations": evaluations,
@@ -61,6 +68,7 @@ def write_checkpoint(
         "job": job,
     }
     folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(WEIGHTS)
     (folder / "manifest.json").write_text(json.dumps({**manifest, "checksum": checksum(manifest)}))
 
 
@@ -128,6 +136,63 @@ def test_a_run_in_a_folder_with_an_unusual_name_is_no_damaged_one(
         (tmp_path / COMMAND).write_text(json.dumps({**command, "folder": str(tmp_path / name)}))
         assert go_on(tmp_path, JobOptions()) == 0
     assert len(begun) == 2
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
+def test_a_damaged_checkpoint_is_skipped_for_the_newest_whole_one_beside_it(
+    tmp_path: Path, begun: list[tuple[str, JobOptions, Path]], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Until the user removed it by hand, `elche resume RUN` was refused."""
+    first = write_run(tmp_path)
+    second, third = (first.with_name(f"1-0000000{number}") for number in (2, 3))
+    for version, one in ((2, second), (3, third)):
+        write_checkpoint(one, version, {})
+        (one / SOURCE).write_text("job = 'then'")
+    flip(third / name)
+    assert go_on(tmp_path, JobOptions()) == 0
+    assert begun[-1][1].resume == str(second)
+    said = capsys.readouterr().err
+    assert re.search(rf"{third}\S* .*is (not what was written|damaged)", said)
+    assert f"resuming from {second}; what was trained after it is trained again" in said
+
+
+def test_a_checkpoint_of_another_job_is_no_replacement_for_a_damaged_one(
+    tmp_path: Path, begun: list[tuple[str, JobOptions, Path]]
+) -> None:
+    write_run(tmp_path / "one")
+    damaged = write_run(tmp_path / "other")
+    for name in ("model.safetensors", "manifest.json"):
+        flip(damaged / name)
+        with pytest.raises(DamagedCheckpoint, match=f"{damaged}.* is"):
+            go_on(tmp_path, JobOptions())
+    assert begun == []
+
+
+def test_whole_checkpoints_are_listed_beside_a_damaged_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for version in (1, 2):
+        write_checkpoint(tmp_path / str(version), version, {})
+    flip(tmp_path / "2" / "manifest.json")
+    assert main(["checkpoints", str(tmp_path), "--json"]) == 0
+    listed = capsys.readouterr()
+    assert [one["version"] for one in json.loads(listed.out)] == [1]
+    assert f"{tmp_path / '2' / 'manifest.json'} is not a manifest" in listed.err
+
+
+def flip(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"arguments": 3}', "[" * 100_000])
+def test_a_run_whose_arguments_are_damaged_is_not_resumed_without_them(
+    tmp_path: Path, begun: list[tuple[str, JobOptions, Path]], text: str
+) -> None:
+    """With another learning rate among them, say, another training went on, with code 0."""
+    write_run(tmp_path)
+    (tmp_path / COMMAND).write_text(text)
+    with pytest.raises(InvalidJob, match=r"run\.json of the run that has written \S+ is damaged: move the checkpoint"):
+        go_on(tmp_path, JobOptions())
+    assert begun == []
 
 
 def test_what_is_asked_for_wins_over_what_the_checkpoint_was_made_with(
@@ -234,3 +299,35 @@ def test_a_run_with_more_to_do_goes_on(
     write_run(tmp_path, **record)
     assert go_on(tmp_path, JobOptions(settings=settings)) == 0
     assert begun[0][1].settings == {"batch_size": 8, "anchor": 4} | settings
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_recording_that_lacks_rounds_is_not_replayed(
+    tmp_path: Path, begun: list[tuple[str, JobOptions, Path]], is_resumed: bool
+) -> None:
+    """Rounds that were made while the coordinator was away are not in it: another model was made, with code 0."""
+    write_run(tmp_path, loop=False, state="succeeded", epochs=1, committed_samples=[24 + 8 * is_resumed])
+    before = tmp_path / "before"
+    write_checkpoint(before, 1, {}, samples=8)
+    command = json.loads((tmp_path / COMMAND).read_text())
+    command |= {
+        "settings": {},
+        "slow_factors": {},
+        "num_ranks": 2,
+        "file": "train.py",
+        "resume": str(before) if is_resumed else "",
+    }
+    (tmp_path / COMMAND).write_text(json.dumps(command))
+    (tmp_path / SOURCE).write_text("job = 'then'")
+    one = JobSpec(replay=[RecordedRound(parts=[RankPart(slices=[Slice(size=8)]), RankPart(slices=[Slice(size=4)])])])
+    for num_rounds in (1, 2):
+        (tmp_path / CADENCE).write_bytes(one.SerializeToString() * num_rounds)
+        if num_rounds == 1:
+            with pytest.raises(InvalidJob, match=r"lacks rounds: it has 12 of 24 samples.*--one-process repeats"):
+                replay(tmp_path)
+        else:
+            assert replay(tmp_path) == 0
+
+
+def replay(folder: Path) -> int:
+    return resume.replay_run(folder, JobOptions(), device="cpu", out=None, as_json=False)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from elche.manifest import write_manifest
-from elche_client.events import JobResult, JobState
+from elche_client.events import JobResult, JobState, RoundReport
 from elche_client.local import job_run
 from elche_client.local.notifications import Interrupted
 from elche_client.options import JobOptions
@@ -286,6 +286,16 @@ def test_an_agent_that_dies_is_named_with_its_last_words(place: Path) -> None:
     assert json.loads(done.stdout)["error"] == error
 
 
+@pytest.mark.parametrize("name", ["coordinator.log", "agent.log"])
+def test_a_log_that_cannot_be_made_is_named_without_a_traceback(place: Path, name: str) -> None:
+    """As on a full disk: what the process wrote of it before it had its log was Python's traceback."""
+    (place / "out" / name).mkdir(parents=True)
+    done = run(place, "--out", "out", JOB="waits")
+    assert done.returncode == 1
+    assert f"elche: out/{name}: Is a directory" in done.stderr.splitlines()
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_cancels_the_job_and_leaves_no_process(place: Path, number: int, code: int) -> None:
     with running(place, "--json", JOB="waits") as process:
@@ -311,6 +321,30 @@ def test_a_checkpoint_that_does_not_come_after_ctrl_c_is_missed_in_words(
     job: Any = SimpleNamespace(checkpoint=bool, cancel=lambda: one.notifications.put(ended))
     assert one._save_and_cancel([job], lambda event: None, Interrupted(signal.SIGINT)) is ended
     assert "elche: no checkpoint was written in 0.01 s" in capsys.readouterr().err.splitlines()
+
+
+def test_after_a_round_of_which_a_part_was_written_there_is_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a full disk where room is made a moment later: the run's record of rounds was damaged without a word, and
+    `elche audit` and `elche replay` refused all of it.
+    """
+    one = job_run.LocalRun(
+        path=Path("train.py"), options=JobOptions(), device="cpu", out=None, as_json=False, folder=tmp_path
+    )
+    num_written = iter([5, 2, 5])
+    written: list[bytes] = []
+
+    def write(data: bytes) -> int:
+        written.append(data)
+        return next(num_written)
+
+    file: Any = SimpleNamespace(write=write)
+    one._cadence = file
+    for number in range(1, 4):
+        one._record(RoundReport(round=number, recorded=b"round"))
+    assert len(written) == 2
+    assert "No space left on device; `elche replay` cannot repeat this run" in capsys.readouterr().err
 
 
 def test_ctrl_c_during_the_check_starts_nothing(place: Path) -> None:

@@ -293,6 +293,22 @@ def test_a_resumed_job_repeats_the_rest_of_a_recording(simulate):
     ]
 
 
+def test_the_recording_of_a_resumed_job_begins_at_its_checkpoint(simulate):
+    """It was refused as another job's: `elche replay` repeated no run that `elche resume` had begun."""
+    options = {"epochs": 2, "dataset_size": 6000, "averaging": "blocking", "checkpoint_every_minutes": 0.5 / 60}
+    killed = simulate(ranks(5, 12), **options)
+    killed.run_until(lambda: len(killed.saved) == 2)
+    ended_here(killed)
+    saved = list(killed.saved.values())[-1]
+    resumed = simulate(ranks(6, 11), **options, resumed=saved)
+    resumed.run()
+    recorded = tuple(report.recorded for report in resumed.rounds if report.samples)
+    again = simulate(ranks(4, 12), **options, resumed=saved, replay=recorded)
+    again.run()
+    rest = [report.recorded for report in again.rounds if report.samples]
+    assert [_what(one, False) for one in rest] == [_what(one, False) for one in recorded]
+
+
 def test_a_recording_of_another_job_is_refused(simulate):
     first = simulate(ranks(5, 12))
     first.run()

@@ -15,7 +15,7 @@ import click
 from google.protobuf.message import DecodeError
 
 from elche.errors import InvalidJob
-from elche.manifest import SOURCE, checkpoints_in, newest, read_manifest
+from elche.manifest import SOURCE, DamagedCheckpoint, checkpoints_in, newest_whole, read_manifest
 from elche.v1.job_pb2 import JobSpec
 from elche_client.client import Client
 from elche_client.commands.naming import find, folder_or_job, of_job
@@ -79,13 +79,9 @@ def resume_here(
             as_json=as_json,
             shows_logs=shows_logs,
         ).run()
-    folder = newest(Path(place))
-    manifest = read_manifest(folder)
-    command = _read_above(folder, COMMAND)
-    if not _is_command(command):
-        raise InvalidJob(
-            f"the {COMMAND} of the run that has written {folder} is damaged: move the checkpoint elsewhere"
-        )
+    damaged: list[DamagedCheckpoint] = []
+    folder, manifest = newest_whole(Path(place), damaged.append)
+    command = _command_of(folder)
     is_loop = "loop" in manifest["training"]
     if file is None:
         more = f"set more epochs in the script: elche resume {folder} {manifest['file_name']}" if is_loop else ""
@@ -103,7 +99,10 @@ def resume_here(
     there = {rank: factor for rank, factor in _slow_factors(command).items() if rank < options.num_ranks}
     options = replace(options, slow_factors=options.slow_factors or there)
     path = file or _source(folder, Path(manifest["file_name"]))
-    print_notice(f"resuming from {folder}")
+    for error in damaged:
+        print_notice(str(error))
+    older = "; what was trained after it is trained again" if damaged else ""
+    print_notice(f"resuming from {folder}{older}")
     return kind(
         path=path,
         options=options,
@@ -126,12 +125,28 @@ def _working_folder(command: dict[str, Any]) -> Path | None:
     return Path(folder)
 
 
-def _read_above(checkpoint: Path, name: str) -> dict[str, Any]:
-    """A JSON file of the run that has written the checkpoint; empty if the checkpoint was moved."""
+def _command_of(checkpoint: Path) -> dict[str, Any]:
+    """The arguments of the run that has written the checkpoint; empty if the checkpoint was moved. Raises `InvalidJob`
+    if they are damaged: without them another training would go on.
+    """
+    with suppress(ValueError, RecursionError):
+        command = _read_above(checkpoint, COMMAND)
+        if isinstance(command, dict) and _is_command(command):
+            return command
+    raise InvalidJob(
+        f"the {COMMAND} of the run that has written {checkpoint} is damaged: move the checkpoint elsewhere to resume "
+        "without the run's arguments and environment"
+    )
+
+
+def _read_above(checkpoint: Path, name: str) -> Any:
+    """A JSON file of the run that has written the checkpoint; {} if the checkpoint was moved. Raises `ValueError` or
+    `RecursionError` for a file that is none.
+    """
     for folder in [checkpoint.resolve(), *checkpoint.resolve().parents][: DEPTH + 1]:
-        with suppress(OSError, ValueError, RecursionError):
-            content = json.loads((folder / name).read_text(encoding="utf-8"))
-            return content if isinstance(content, dict) else {}
+        with suppress(OSError):
+            text = (folder / name).read_text(encoding="utf-8")
+            return json.loads(text)
     return {}
 
 
@@ -210,7 +225,7 @@ def replay_run(
         slow_factors = _slow_factors(command)
         settings, num_ranks = command["settings"], int(command["num_ranks"])
         resume, path = command["resume"], Path(command["file"])
-        JobSpec.FromString(recording)
+        rounds = JobSpec.FromString(recording).replay
         if not _is_command(command):
             raise ValueError
     except OSError as error:
@@ -222,6 +237,12 @@ def replay_run(
         raise InvalidJob(f"{folder / CADENCE} was not written by elche run, or is damaged") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise InvalidJob(f"{folder / COMMAND} was not written by elche run, or is damaged") from None
+    num_recorded = sum(one.size for recorded in rounds for part in recorded.parts for one in part.slices)
+    if num_recorded < (num_trained := _num_trained(folder, resume)):
+        raise InvalidJob(
+            f"{folder / CADENCE} lacks rounds: it has {num_recorded} of {num_trained} samples, as when the coordinator "
+            "was away. --one-process repeats the run if it had --audit true"
+        )
     options = replace(
         options,
         replay=recording,
@@ -242,6 +263,15 @@ def replay_run(
         shows_logs=shows_logs,
         working_folder=_working_folder(command),
     ).run()
+
+
+def _num_trained(folder: Path, resumed: str) -> int:
+    """The samples that a run has trained; 0 if it has not succeeded, or if that is not known."""
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError, InvalidJob):
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        before = read_manifest(Path(resumed))["training"]["samples"] if resumed else 0
+        return sum(record["committed_samples"]) - int(before) if record["state"] == "succeeded" else 0
+    return 0
 
 
 def replay_here(
@@ -282,7 +312,8 @@ def list_checkpoints(job: str, address: str, *, as_json: bool) -> int:
 
 
 def _here(folder: Path) -> list[Checkpoint]:
-    manifests = {path: read_manifest(path) for path in checkpoints_in(folder)}
+    whole = checkpoints_in(folder, lambda _, error: print_notice(str(error)))
+    manifests = {path: read_manifest(path) for path in whole}
     newest_evaluations = list(manifests.values())[-1]["training"].get("evaluations", {})
     found = []
     for path, manifest in manifests.items():
@@ -292,7 +323,7 @@ def _here(folder: Path) -> list[Checkpoint]:
             raise InvalidJob(f"{path} is damaged: its manifest lacks the training's state; remove it") from None
     try:
         return _with_recorded(found, _read_above(folder, RECORD).get("checkpoints", []))
-    except (KeyError, TypeError, AttributeError):  # the record only adds metrics
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # the record only adds metrics
         return found
 
 

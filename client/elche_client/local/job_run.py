@@ -4,6 +4,7 @@ The processes are started before this one imports gRPC and the panel, so that th
 PyTorch, begins at once and runs in parallel with all others.
 """
 
+import errno
 import json
 import os
 import re
@@ -216,7 +217,7 @@ class LocalRun:
         """
         if self.folder is not None:
             with suppress(InvalidJob):
-                checkpoints_in(self.folder)
+                checkpoints_in(self.folder, lambda *damaged: None)
                 return resume_hint(f"elche resume {shlex.quote(str(self.folder))}")
         before = "" if was_refused else self.options.resume
         place = self.record.checkpoint.path if self.record.checkpoint else before
@@ -289,7 +290,7 @@ class LocalRun:
     def _start_coordinator(self, coordinator: ChildProcess, folder: Path) -> str:
         """Has the coordinator serve and returns its address. Raises `ProcessError` if it exits."""
         rest = ["--exit-with-stdin", "--grace", "0", "--data", str(folder / "coordinator")]
-        log, secret = folder / "coordinator.log", folder / TOKEN
+        log, secret = _new_log(folder / "coordinator.log"), folder / TOKEN
         secret.touch(mode=0o600)  # for `elche watch` and other commands while the run lasts
         secret.write_text(self.token + "\n", encoding="utf-8")
         coordinator.log = log
@@ -325,7 +326,7 @@ class LocalRun:
         self, agent: ChildProcess, folder: Path, address: str, slots: Sequence[Mapping[str, object]]
     ) -> None:
         self.processes.stop_first(agent)  # while the coordinator runs, for the ranks' last messages
-        agent.log = folder / "agent.log"
+        agent.log = _new_log(folder / "agent.log")
         order = {
             "coordinator": address,
             "slots": slots,
@@ -422,7 +423,9 @@ class LocalRun:
     def _note_round(self, recorded: bytes, file: IO[bytes]) -> None:
         """Adds a round to the file for `elche replay`. The run goes on without that file where it cannot be written."""
         try:
-            file.write(recorded)
+            # An unbuffered write may write a part only, without an error; what follows could not be read then.
+            if file.write(recorded) != len(recorded):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._cadence = None
             print_notice(f"{self.folder}/{CADENCE}: {error.strerror}; `elche replay` cannot repeat this run")
@@ -463,6 +466,12 @@ def make_folder(out: Path | None, stem: str) -> Path:
         return out
     except OSError as error:
         raise InvalidJob(f"the folder {error.filename} cannot be created: {error.strerror}") from error
+
+
+def _new_log(path: Path) -> Path:
+    """Makes the file, so that this command says so on a full disk, and no child has a traceback. Raises `OSError`."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+    return path
 
 
 def _claim(folder: Path) -> None:

@@ -14,9 +14,7 @@ the same order. Random numbers and moments are those of one rank, the fastest; o
 moments.
 """
 
-import hashlib
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -43,11 +41,13 @@ from elche.manifest import (
     STATE_TENSORS,
     UNFINISHED,
     WEIGHTS,
-    newest,
+    newest_whole,
     read_manifest,
+    sha256,
     sync,
     write_manifest,
 )
+from elche.output import notice
 from elche_worker.model.frozen import completed, metadata_of, read_weights
 from elche_worker.model.tensors import (
     Piece,
@@ -249,7 +249,7 @@ def _write_files(
         write_pieces(draft / PIECES, pieces)
         for path in sorted((draft / PIECES).iterdir()):
             sync(path)
-            checksums[f"{PIECES}/{path.name}"] = _sha256(path)
+            checksums[f"{PIECES}/{path.name}"] = sha256(path)
         sync(draft / PIECES)
     checksums[WEIGHTS] = write_tensors(draft / WEIGHTS, weights, metadata_of(kept.frozen))
     if kept.mean:
@@ -258,7 +258,7 @@ def _write_files(
     checksums[STATE_TENSORS] = write_tensors(draft / STATE_TENSORS, tensors)
     (draft / SOURCE).write_text(about.source, encoding="utf-8")
     (draft / STATE).write_text(json.dumps(structure), encoding="utf-8")
-    checksums |= {name: _sha256(draft / name) for name in (SOURCE, STATE)}
+    checksums |= {name: sha256(draft / name) for name in (SOURCE, STATE)}
     files = {name: {"bytes": (draft / name).stat().st_size, "sha256": checksums[name]} for name in checksums}
     manifest = {
         "format": FORMAT,
@@ -354,15 +354,14 @@ def new_like(tensor: Any) -> NewTensor:
 
 
 def load(path: str, new: NewTensor | None = new_whole) -> Loaded:
-    """Reads a checkpoint, or the newest in a folder. Raises `InvalidJob` for an incomplete one.
+    """Reads a checkpoint, or the newest whole one in a folder, and says which are damaged. Raises `InvalidJob` for one
+    that is incomplete.
 
     Divided tensors are read into tensors that `new` creates; without `new` they are not read.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        folder = _fetched(path, Path(scratch)) if "://" in path else newest(Path(path))
-        manifest = read_manifest(folder)
-        for name, file in manifest["files"].items():
-            _check_file(folder, name, file)
+        here = _fetched(path, Path(scratch)) if "://" in path else Path(path)
+        folder, manifest = newest_whole(here, notice)
         try:
             pieces = _read_pieces(folder / PIECES, manifest.get("pieces", {}), new)
             weights, frozen = read_weights(folder / WEIGHTS)
@@ -396,21 +395,6 @@ def _read_pieces(folder: Path, described: Mapping[str, Any], new: NewTensor | No
         warnings.simplefilter("ignore")  # torch warns of its own deprecated functions
         read(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     return tensors
-
-
-def _check_file(folder: Path, name: str, file: Mapping[str, Any]) -> None:
-    """Raises `InvalidJob` unless the file has the size and the checksum that the manifest says."""
-    path = folder / name
-    if not os.path.isfile(path):  # False also for a name that no file can have
-        raise InvalidJob(f"the checkpoint {folder} is not whole: {name} is missing; use an older one")
-    size_bytes = path.stat().st_size
-    if size_bytes != file["bytes"]:
-        raise InvalidJob(
-            f"the checkpoint {folder} is not whole: {name} has {size_bytes} bytes and had {file['bytes']}; "
-            "use an older one"
-        )
-    if _sha256(path) != file.get("sha256"):
-        raise InvalidJob(f"the checkpoint {folder} is damaged: {name} is not what was written; use an older one")
 
 
 def _fetched(url: str, scratch: Path) -> Path:
@@ -467,8 +451,3 @@ def other_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     persistent = model.state_dict().keys()
     named = model.named_buffers()
     return {name: copied(buffer) for name, buffer in named if name not in persistent and can_hold(buffer)}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -158,7 +158,8 @@ def restore(path: str, model: nn.Module, optimizers: Optimizers, number: int | N
     """
     try:
         if number is not None and "://" not in path:
-            written = [one for one in checkpoints_in(Path(path)) if _is_of(read_manifest(one), number)]
+            found = checkpoints_in(Path(path), lambda _, error: notice(error))
+            written = [one for one in found if _is_of(read_manifest(one), number)]
             path = str(written[-1]) if written else ""
         loaded: Loaded | None = load(path) if path else None
         if loaded is None or (number is not None and not _is_of(loaded.manifest, number)):

@@ -25,8 +25,9 @@ class Replay:
                     f"round {index} of the recording has {len(one.parts)} ranks, and the job has {len(ranks)}; "
                     "replay it with as many"
                 )
-        self._next = self._skip(ledger.total_committed())
-        # a checkpoint lies at the end of a round, so its number of samples tells how many recorded rounds it includes
+        # A checkpoint lies at the end of a round, so its number of samples tells how many recorded rounds it includes:
+        # none if the recorded run itself was resumed from it.
+        self._next = self._skip(ledger.total_committed()) if self._includes(ledger) else 0
         self._leased = self._next
         """Rounds before this one are leased."""
         self._check(ledger)
@@ -41,6 +42,19 @@ class Replay:
                     _lease_part(copy, rank, part)
             except ValueError as error:
                 raise ValueError(f"round {index} of the recording does not fit the job: {error}") from None
+
+    def _includes(self, ledger: Ledger) -> bool:
+        """True if the books have the first recorded samples already, or there are none."""
+        first = next((one for part in self._rounds[0].parts for one in part.slices), None) if self._rounds else None
+        if first is None:
+            return True
+        copy = Ledger(ledger.extent)
+        copy.restore(ledger.to_json())
+        try:
+            copy.grant_slice(self._ranks[0], Epoch(first.epoch), first.offset, first.size)
+        except ValueError:
+            return True
+        return False
 
     def _skip(self, num_samples: int) -> int:
         """Index of the first round after `num_samples` samples. Raises `ValueError` if that is in the middle of a
