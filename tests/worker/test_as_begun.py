@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elche_worker.user.as_begun import import_as_begun, keep_modules, path_of
+from elche.own_modules import path_of
+from elche_worker.user.as_begun import import_as_begun, keep_modules
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def start_anew() -> None:
 
 
 def test_a_rank_that_starts_later_imports_what_the_others_have(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = path_of(str(folder), "job")
+    path = path_of(folder, "job")
     import_as_begun(path)  # nothing is kept yet
     for name in ("nets", "losses"):
         importlib.import_module(name)
@@ -59,14 +60,14 @@ def test_a_rank_that_starts_later_imports_what_the_others_have(folder: Path, cap
 
 def test_only_modules_of_the_users_own_are_kept(folder: Path) -> None:
     importlib.import_module("losses")
-    keep_modules(path_of(str(folder), "job"))
-    kept = json.loads(path_of(str(folder), "job").read_text())
+    keep_modules(path_of(folder, "job"))
+    kept = json.loads(path_of(folder, "job").read_text())
     assert "losses" in kept
     assert not [name for name in kept if name.partition(".")[0] in ("torch", "json", "elche_worker", "pytest")]
 
 
 def test_tracebacks_show_the_lines_that_run(folder: Path) -> None:
-    path = path_of(str(folder), "job")
+    path = path_of(folder, "job")
     (folder / "losses.py").write_text("def loss():\n    raise ValueError  # as begun\n")
     importlib.import_module("losses")
     keep_modules(path)
@@ -80,7 +81,7 @@ def test_tracebacks_show_the_lines_that_run(folder: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", '{"losses": 1}', '{"losses": ["losses.py", 1]}', '{"losses"'])
 def test_what_is_damaged_or_cannot_be_written_fails_no_rank(folder: Path, text: str) -> None:
-    path = path_of(str(folder), "job")
+    path = path_of(folder, "job")
     path.write_text(text)
     import_as_begun(path)
     assert importlib.import_module("nets").NAME == "as begun"

@@ -18,14 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 from elche.output import notice
-
-EXACT = "latin-1"
-"""Encodes every file's bytes as text, and back."""
-
-
-def path_of(output_dir: str, job_id: str) -> Path:
-    """Where this host has the modules of a job."""
-    return Path(output_dir) / f".modules-{job_id}.json"
+from elche.own_modules import EXACT, Modules, edited, read_modules
 
 
 def keep_modules(path: Path) -> None:
@@ -44,18 +37,10 @@ def keep_modules(path: Path) -> None:
 
 def import_as_begun(path: Path) -> None:
     """Lets this process import the modules that a rank of the job has kept as they were then."""
-    with suppress(OSError, ValueError, TypeError, AttributeError):
-        kept = {name: (file, text.encode(EXACT)) for name, (file, text) in json.loads(path.read_text()).items()}
-        sys.meta_path.insert(0, _Finder(kept))
-        if edited := sorted(file for file, text in kept.values() if _text_of(file) != text):
-            others = f" and {len(edited) - 1} more" if edited[1:] else ""
-            notice(f"{edited[0]}{others} has changed since the job began: this rank runs what the others run")
-
-
-def _text_of(file: str) -> bytes | None:
-    with suppress(OSError):
-        return Path(file).read_bytes()
-    return None
+    kept = read_modules(path)
+    sys.meta_path.insert(0, _Finder(kept))
+    if files := edited(kept):
+        notice(f"{files} has changed since the job began: this rank runs what the others run")
 
 
 def _own_modules() -> dict[str, tuple[str, str]]:
@@ -93,7 +78,7 @@ class _Loader(SourceFileLoader):
 
 
 class _Finder(MetaPathFinder):
-    def __init__(self, kept: Mapping[str, tuple[str, bytes]]) -> None:
+    def __init__(self, kept: Modules) -> None:
         self._kept = kept
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
