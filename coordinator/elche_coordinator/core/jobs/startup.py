@@ -133,11 +133,10 @@ class Startup:
     @property
     def samples_read(self) -> list[list[Any]]:
         """Some samples of the data set, for checkpoints: position and figures of each; none if they are random."""
-        if not self._read or any(read.are_random for read in self._read.values()):
-            return []
+        reads = [read for _, read in sorted(self._read.items())]
         kept: list[list[Any]] = []
         num_figures = 0
-        for sample in self._read[min(self._read)].samples:
+        for sample in reads[0].samples if reads and not any(read.are_random for read in reads) else ():
             num_figures += sum(len(one.figures) for one in sample.values)
             if num_figures <= MAX_KEPT_FIGURES:
                 kept.append([sample.index, [list(one.figures) for one in sample.values]])
