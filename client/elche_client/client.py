@@ -6,7 +6,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -35,7 +35,7 @@ from elche_client.events import (
     LogLine,
 )
 from elche_client.options import JobOptions, check_loop, read_source
-from elche_client.transport.bundle import packed
+from elche_client.transport.bundle import Bundle, packed
 from elche_client.transport.codec import (
     FAULTS,
     decode_event,
@@ -204,17 +204,21 @@ class Client:
         on_progress: Callable[[int, int], None] = lambda uploaded, size: None,
         *,
         key: str = "",
+        source: str | None = None,
+        bundle: Bundle | None = None,
     ) -> "JobHandle":
         """`submit` with options that have been checked, and a folder or none. `on_progress` is told of how many bytes
         of the folder the coordinator has, and of how many there are. With a `key` with which you have submitted a
-        job before, it is that job.
+        job before, it is that job. `source` and `bundle`: the file and the folder as they were read earlier.
         """
-        spec = encode_spec(path, read_source(path), options)
+        spec = encode_spec(path, read_source(path) if source is None else source, options)
         if spec.is_loop:
             check_loop(path, options)
         spec.requirements.extend(() if options.requirements else inline_requirements(spec.source))
         if folder is not None:
-            self._upload(spec, path, folder, on_progress)
+            spec.file_name = entry_of(path, folder)
+            with packed(folder) if bundle is None else nullcontext(bundle) as sent:
+                self._upload(spec, sent, on_progress)
         request = pb.SubmitJobRequest(spec=spec, key=key or uuid.uuid4().hex)
         may_be_there = False
         for wait_s in (*RETRY_AFTER_S, None):
@@ -240,19 +244,17 @@ class Client:
             return None
         return JobHandle(self, response.job_id)
 
-    def _upload(self, spec: pb.JobSpec, path: Path, folder: Path, on_progress: Callable[[int, int], None]) -> None:
-        spec.file_name = entry_of(path, folder)
-        with packed(folder) as bundle:
-            for link in bundle.left_out:
-                log.warning("left out, as it leads out of the folder that is sent: %s", link)
-            upload(
-                self._channel,
-                bundle,
-                address=self.address,
-                metadata=self._metadata,
-                on_progress=lambda uploaded: on_progress(uploaded, bundle.size_bytes),
-            )
-            spec.bundle = bundle.name
+    def _upload(self, spec: pb.JobSpec, bundle: Bundle, on_progress: Callable[[int, int], None]) -> None:
+        for link in bundle.left_out:
+            log.warning("left out, as it leads out of the folder that is sent: %s", link)
+        upload(
+            self._channel,
+            bundle,
+            address=self.address,
+            metadata=self._metadata,
+            on_progress=lambda uploaded: on_progress(uploaded, bundle.size_bytes),
+        )
+        spec.bundle = bundle.name
 
     def jobs(self) -> list[JobView]:
         """All jobs of the coordinator, oldest first."""

@@ -12,6 +12,7 @@ import pytest
 
 from elche.errors import InvalidJob
 from elche.manifest import SOURCE, DamagedCheckpoint, checkpoints_in, checksum, newest
+from elche.own_modules import path_of
 from elche.v1.job_pb2 import JobSpec, RankPart, RecordedRound, Slice
 from elche_client.cli.main import main
 from elche_client.commands import resume
@@ -253,6 +254,22 @@ def test_the_file_is_the_one_that_has_made_the_checkpoint(
     copy.write_text("")
     with pytest.raises(InvalidJob, match=r"train\.py has changed since .* and the checkpoint has no copy of it: elche"):
         go_on(tmp_path, JobOptions())
+
+
+def test_a_module_that_has_changed_since_the_run_is_told(
+    tmp_path: Path, begun: list[tuple[str, JobOptions, Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mistake in it may be mended; unnoticed, the file of then is trained with the losses of now."""
+    write_run(tmp_path)
+    losses = tmp_path / "losses.py"
+    losses.write_text("SIGN = 1\n")
+    path_of(tmp_path, "train-1234").write_text(json.dumps({"losses": [str(losses), "SIGN = 1\n"]}))
+    path_of(tmp_path, "damaged").write_text("{")
+    go_on(tmp_path, JobOptions())
+    assert "since the run began" not in capsys.readouterr().err
+    losses.write_text("SIGN = -1\n")
+    go_on(tmp_path, JobOptions())
+    assert f"{losses} has changed since the run began; it is imported as it is now" in capsys.readouterr().err
 
 
 def test_a_loop_goes_on_as_a_loop(tmp_path: Path, begun: list[tuple[str, JobOptions, Path]]) -> None:

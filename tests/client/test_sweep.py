@@ -1,13 +1,17 @@
 """What a sweep tries, by its file; each mistake in it gets one clear error."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from elche.errors import InvalidJob
 from elche_client.commands.sweep import Range, Sweep, Trial, halved, read_sweep, trials
 from elche_client.commands.sweep_run import Optuna, Runner
+from elche_client.events import JobState, JobView
+from elche_client.transport.bundle import Bundle
 
 Write = Callable[[str], Path]
 
@@ -130,10 +134,43 @@ def test_values_that_the_file_does_not_use_are_noticed(
     write: Write, metrics: list[float | None], is_without_effect: bool
 ) -> None:
     """A file that does not read its arguments had a best trial, of nine that were the same."""
-    runner = Runner(None, read_sweep(write("job: train.py\narguments: {--lr: [1, 2, 3, 4]}\n")), lambda results: [])  # type: ignore[arg-type]
+    runner = Runner(
+        None, read_sweep(write("job: train.py\narguments: {--lr: [1, 2, 3, 4]}\n")), lambda results: [], ExitStack()
+    )  # type: ignore[arg-type]
     runner.results = {(number, 0): value for number, value in enumerate(metrics)}
     runner.results[0, 1] = 0.7
     assert runner.is_without_effect is is_without_effect
+
+
+def test_trials_of_one_sweep_are_of_the_same_code(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever edited a file, or changed a branch, while a sweep ran compared trials of unlike code."""
+    monkeypatch.delenv("ELCHE_FOLDER", raising=False)
+    sent: list[tuple[str, str, bool]] = []
+
+    class Coordinator:
+        def submit_options(self, *_: object, source: str, bundle: Bundle, **__: object) -> SimpleNamespace:
+            sent.append((source, bundle.name, bundle.archive.exists()))
+            return SimpleNamespace(id=str(len(sent)))
+
+        def jobs(self) -> list[JobView]:
+            return []
+
+        def get(self, job_id: str) -> JobView:
+            return JobView(job_id=job_id, name="train", state=JobState.QUEUED)
+
+    sweep = halving(write)
+    (sweep.job.parent / "losses.py").write_text("SIGN = 1\n")
+    proposed = trials(sweep)[:1]
+    with ExitStack() as kept:
+        runner = Runner(Coordinator(), sweep, lambda results: proposed, kept)  # type: ignore[arg-type]
+        runner.step()
+        (sweep.job.parent / "losses.py").write_text("SIGN = -1\n")
+        sweep.job.write_text("job = 1\n")
+        proposed.append(trials(sweep)[1])
+        runner.step()
+    assert [source for source, _, _ in sent] == ["job = None\n"] * 2
+    assert len({name for _, name, _ in sent}) == 1
+    assert all(is_there for _, _, is_there in sent), "it may have to be sent again"
 
 
 def test_optuna_is_asked_for_the_same_trials_again(write: Write) -> None:

@@ -1,8 +1,10 @@
 """What fails a job, and what it says: processes, hosts, disagreeing ranks, numbers that make no sense."""
 
+import json
 from dataclasses import replace
 
 import pytest
+from core.test_checkpoints import ended_here
 from core.test_scaling import joins, submit
 
 from elche_coordinator.core.messages.commands import SendShutdown, StartRank, StopRank
@@ -133,6 +135,54 @@ def test_data_that_differ_by_their_decoder_or_by_chance_or_that_were_not_read_ar
     simulation = simulate(ranks(5, 5))
     reading(simulation, read, random_on=random_on)
     assert simulation.run().outcome is Outcome.SUCCEEDED
+
+
+def resuming(simulate, read, *, random_on=-1, **changes) -> list[str]:
+    """What a job tells that goes on from a checkpoint, and has read these samples; `READ` was read before."""
+    options = {"epochs": 2, "dataset_size": 600, "checkpoint_every_epochs": 1}
+    first = simulate(ranks(5, 12), **options)
+    reading(first, (READ, READ))
+    first.run_until(lambda: bool(first.saved))
+    ended_here(first)
+    saved = next(iter(first.saved.values()))
+    object.__setattr__(saved, "training", json.dumps(json.loads(saved.training) | changes))
+    again = simulate(ranks(5, 12), **options, resumed=saved)
+    reading(again, (read, read), random_on=random_on)
+    assert again.run().outcome is Outcome.SUCCEEDED
+    return [report.text for report in again.reports if isinstance(report, UserEvent)]
+
+
+@pytest.mark.parametrize("other", [sample(30, OTHER_IMAGE), sample(30), sample(30, IMAGE, IMAGE)])
+def test_a_job_whose_data_have_changed_since_its_checkpoint_says_so(simulate, other):
+    """As many samples, so that it goes on: in another order perhaps, and then some count twice and others never."""
+    (told,) = resuming(simulate, (sample(3, SAME_IMAGE), other))
+    assert "the data set has changed since the checkpoint: its sample 30 is another. Training goes on" in told
+
+
+@pytest.mark.parametrize(
+    ("read", "changes"),
+    [
+        (READ, {}),
+        ((sample(3, SAME_IMAGE), sample(30, IMAGE)), {}),
+        ((sample(4, OTHER_IMAGE),), {}),
+        ((), {}),
+        *((READ, {"samples_read": damaged}) for damaged in (None, 3, [[3]], [[3, 4]], [[[], []]])),
+    ],
+)
+def test_of_data_that_are_the_same_or_not_known_nothing_is_said(simulate, read, changes):
+    assert resuming(simulate, read, **changes) == []
+
+
+def test_of_data_that_are_drawn_at_random_nothing_is_said(simulate):
+    assert resuming(simulate, (sample(3, OTHER_IMAGE),), random_on=1) == []
+
+
+def test_of_samples_of_many_values_few_are_kept(simulate):
+    simulation = simulate(ranks(5, 5))
+    large = sample(3, *[IMAGE] * 150)
+    reading(simulation, [(large, sample(30, *[IMAGE] * 150))] * 2)
+    in_mid_training(simulation)
+    assert [index for index, _ in simulation.training.snapshot()["samples_read"]] == [3]
 
 
 def test_a_rank_that_is_started_again_with_other_data_is_left_out_and_the_others_train_on(simulate):

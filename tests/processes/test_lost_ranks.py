@@ -45,6 +45,13 @@ OTHERS_GO_ON = "AWAITS = 12"
 measured by `benchmarks/chaos.py`: 0.07 to 0.5 s on two busy cores.
 """
 REPLACE = "import dataclasses\njob = dataclasses.replace(job, {})"
+EDITS = """
+before = die
+
+def die():
+    (FOLDER / "beside.py").write_text("VERSION = 2\\n")
+    before()
+"""
 
 
 @dataclass
@@ -444,3 +451,14 @@ def test_one_line_says_what_has_happened(cluster: Cluster, job_file: JobFile, el
     logged = [line for line in cluster.coordinator.log.read_text().splitlines() if f"job={job_id} " in line]
     for lines in (watched.out.splitlines() + watched.err.splitlines(), logged):
         assert len([line for line in lines if told.search(line)]) == 1, lines
+
+
+def test_a_module_that_is_edited_while_the_job_trains_is_not_mixed_with_what_the_others_run(
+    begin: Callable[..., Story], tmp_path: Path
+) -> None:
+    (tmp_path / "beside.py").write_text("VERSION = 1\n")
+    story = begin(EDITS, "DIES_AT = {1: 5}", "import beside\nnote('runs', beside.VERSION)")
+    story.await_return(1)
+    assert [note[-1] for note in story.notes(1) if note[0] == "runs"] == [1, 1]
+    assert (tmp_path / "beside.py").read_text() == "VERSION = 2\n"
+    succeeds(story)

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from elche.errors import InvalidJob
 from elche.manifest import SOURCE, DamagedCheckpoint, checkpoints_in, newest_whole, read_manifest
+from elche.own_modules import ALL, edited, read_modules
 from elche.v1.job_pb2 import JobSpec
 from elche_client.client import Client
 from elche_client.commands.naming import find, folder_or_job, of_job
@@ -99,6 +100,7 @@ def resume_here(
     there = {rank: factor for rank, factor in _slow_factors(command).items() if rank < options.num_ranks}
     options = replace(options, slow_factors=options.slow_factors or there)
     path = file or _source(folder, Path(manifest["file_name"]))
+    _tell_edited(folder)
     for error in damaged:
         print_notice(str(error))
     older = "; what was trained after it is trained again" if damaged else ""
@@ -215,6 +217,13 @@ def _source(folder: Path, original: Path) -> Path:
     return copy.absolute()
 
 
+def _tell_edited(folder: Path) -> None:
+    """Tells of the user's own modules that have changed since the run of a checkpoint, or in a folder, began."""
+    for above in [folder.resolve(), *folder.resolve().parents][: DEPTH + 1]:
+        for files in filter(None, map(edited, map(read_modules, sorted(above.glob(ALL))))):
+            print_notice(f"{files} has changed since the run began; it is imported as it is now")
+
+
 def replay_run(
     folder: Path, options: JobOptions, *, device: str, out: Path | None, as_json: bool, shows_logs: bool = True
 ) -> int:
@@ -243,6 +252,7 @@ def replay_run(
             f"{folder / CADENCE} lacks rounds: it has {num_recorded} of {num_trained} samples, as when the coordinator "
             "was away. --one-process repeats the run if it had --audit true"
         )
+    _tell_edited(folder)
     options = replace(
         options,
         replay=recording,

@@ -80,6 +80,8 @@ class Sweep:
     id: str
     """Hash of the sweep's and the job's file, by which an interrupted sweep finds its trials."""
     job: Path
+    source: str
+    """The job's file as it was read: that of all trials, whatever becomes of the file meanwhile."""
     spaces: dict[tuple[str, str], Space]
     metric: str = "loss"
     is_max: bool = False
@@ -152,10 +154,12 @@ def _sweep(path: Path, text: str, table: Any) -> Sweep:
         raise ValueError(f"conditions is a list, such as [device=cuda], not {conditions!r}")
     if folder is not None and not isinstance(folder, str):
         raise ValueError(f"folder is a path or none, not {folder!r}")
-    digest = hashlib.sha256(json.dumps([text, read_source(job)]).encode()).hexdigest()[:16]
+    source = read_source(job)
+    digest = hashlib.sha256(json.dumps([text, source]).encode()).hexdigest()[:16]
     sweep = Sweep(
         id=digest,
         job=job,
+        source=source,
         spaces=spaces,
         fixed=fixed,
         metric=str(table.get("metric", "loss")),

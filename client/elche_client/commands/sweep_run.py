@@ -6,6 +6,7 @@ trials, which go on meanwhile.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from elche_client.display.panel import STATE_STYLES
 from elche_client.display.record import to_json
 from elche_client.display.summary import plain_table, wide_console
 from elche_client.events import JobResult, JobState, JobView
+from elche_client.transport.bundle import Bundle, packed
 from elche_client.transport.upload import folder_of
 
 POLL_S = 1.0
@@ -87,8 +89,10 @@ def _distribution(optuna: Any, space: Any) -> Any:
 class Runner:
     """Submits and follows the trials of a sweep."""
 
-    def __init__(self, client: Client, sweep: Sweep, search: Search) -> None:
-        self._client, self._sweep, self._search = client, sweep, search
+    def __init__(self, client: Client, sweep: Sweep, search: Search, kept: ExitStack) -> None:
+        """`kept` keeps the folder as it is when the first trial is submitted: later ones are of the same code."""
+        self._client, self._sweep, self._search, self._kept = client, sweep, search, kept
+        self._bundle: Bundle | None = None
         self.jobs: dict[tuple[int, int], JobHandle] = {}
         self.trials: dict[tuple[int, int], Trial] = {}
         self.views: dict[str, JobView] = {}
@@ -138,8 +142,16 @@ class Runner:
             if not before.checkpoints:
                 raise JobFailed(f"job {before.job_id} has written no checkpoint from which its trial could go on")
             resume = before.checkpoints[-1].path.rpartition("/")[0]
+        folder = folder_of(sweep.job, sweep.folder)
+        if folder is not None and self._bundle is None:
+            self._bundle = self._kept.enter_context(packed(folder))
         return self._client.submit_options(
-            sweep.job, sweep.options(trial, resume), folder_of(sweep.job, sweep.folder), key=self._key(trial)
+            sweep.job,
+            sweep.options(trial, resume),
+            folder,
+            key=self._key(trial),
+            source=sweep.source,
+            bundle=self._bundle,
         )
 
     def _key(self, trial: Trial) -> str:
@@ -218,8 +230,8 @@ class Runner:
 def sweep(path: Path, address: str, *, as_json: bool, cancels: bool) -> int:
     """Runs a sweep to its end, or cancels its open trials. Exit code 1 if no trial has succeeded."""
     definition = read_sweep(path)
-    with Client(address) as client:
-        runner = Runner(client, definition, _search(definition))
+    with Client(address) as client, ExitStack() as kept:
+        runner = Runner(client, definition, _search(definition), kept)
         if cancels:
             return _cancel(client, runner)
         if not _follow(runner):

@@ -21,6 +21,7 @@ from elche.errors import LEFT_ALONE, MISSING, ElcheError, InvalidJob, PeerLost
 from elche.extent import Extent
 from elche.manifest import NoCheckpoint
 from elche.output import notice
+from elche.own_modules import path_of
 from elche.ready import MAX_TENSORS, MAX_TENSORS_CHARS, ready_message
 from elche.settings import AgreedSettings, shared_values
 from elche.v1 import rank_pb2
@@ -70,6 +71,7 @@ from elche_worker.session.session import LOST, Session, sendable
 from elche_worker.session.stopped import StoppedRank, in_base64
 from elche_worker.sharding.jobs import sharding_of
 from elche_worker.telemetry.timeline import SpanRecorder
+from elche_worker.user.as_begun import import_as_begun, keep_modules
 from elche_worker.user.device import Device
 from elche_worker.user.events import send_events_to
 from elche_worker.user.job import JobDefinition
@@ -253,6 +255,8 @@ def _load(launch: Launch, channel: grpc.Channel) -> JobDefinition:
             f"the host has no secret {launch.missing_secrets[0]}: put its value into a file of that name in the folder "
             "that elche-worker --secrets names"
         )
+    if not launch.bundle:  # which is a copy that nobody edits
+        import_as_begun(path_of(Path(launch.output_dir), launch.job_id))
     seed_all(0)  # as every rank does, so that random numbers that the file draws are the same
     job = with_settings(load_job(launch.source, launch.file_name, launch.module), launch.settings)
     if job.group_size != launch.group_size:
@@ -310,6 +314,8 @@ def _prepare(
     ready.timeline = timeline is not None
     ready.samples.extend(parts.looked.samples)
     ready.are_samples_random = parts.looked.are_random
+    if not launch.bundle:
+        keep_modules(path_of(Path(launch.output_dir), launch.job_id))
     ready.resumed = loaded.training if loaded else parts.no_checkpoint and json.dumps({MISSING: parts.no_checkpoint})
     session.send(rank_pb2.ConverseRequest(ready=ready))
     return loop, accumulators

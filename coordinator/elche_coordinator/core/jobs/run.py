@@ -20,7 +20,7 @@ from elche_coordinator.core.messages.events import (
     RoundFailed,
 )
 from elche_coordinator.core.messages.ids import Attempt, GenerationId, Rank, RoundId
-from elche_coordinator.core.messages.reports import Checkpoint, MembershipReport
+from elche_coordinator.core.messages.reports import Checkpoint, MembershipReport, UserEvent
 from elche_coordinator.core.messages.spec import JobSpec, first_disagreement
 from elche_coordinator.core.records.failure import Failure
 from elche_coordinator.core.records.machine import Hold
@@ -151,7 +151,10 @@ class Run:
             return Failure(str(error), invalid=True)
         training.checkpoints.adopt(self._startup.kept, training.version)
         training.checkpoints.first_after_s = self._first_checkpoint_s
+        training.samples_read = self._startup.samples_read
         self.training = training
+        if other := self._startup.other_data_than_before:
+            self._outbox.publish(UserEvent(rank=record.rank, text=other))
         if older := self._startup.older_than_known:
             self._outbox.publish(
                 MembershipReport(rank=record.rank, text=f"begins, but {older}", num_ranks=len(ranks), is_back=True)

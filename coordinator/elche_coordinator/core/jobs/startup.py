@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elche.errors import MISSING
+from elche.samples import are_alike
 from elche.settings import first_invalid_setting
 from elche_coordinator.core.messages.events import RankReady
 from elche_coordinator.core.messages.ids import Attempt, Incarnation, Rank
@@ -13,6 +14,13 @@ from elche_coordinator.core.messages.reports import Checkpoint
 from elche_coordinator.core.messages.spec import Architecture, JobSpec, SampleRead, first_disagreement, whole_number
 from elche_coordinator.core.records.failure import Failure
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
+
+MAX_KEPT_FIGURES = 1000
+"""Most figures of samples in a checkpoint: of four samples, unless each has many values."""
+OTHER_DATA = (
+    "the data set has changed since the checkpoint: its sample {} is another. Training goes on with the present data; "
+    "if their order has changed, too, some samples of this epoch count twice, and others never"
+)
 
 
 class Startup:
@@ -121,6 +129,29 @@ class Startup:
         """Describes a sample that a joining rank has read differently; None if it has the same data."""
         self._read[rank] = _Read.of(event)
         return self._other_data(ranks)
+
+    @property
+    def samples_read(self) -> list[list[Any]]:
+        """Some samples of the data set, for checkpoints: position and figures of each; none if they are random."""
+        reads = [read for _, read in sorted(self._read.items())]
+        kept: list[list[Any]] = []
+        num_figures = 0
+        for sample in reads[0].samples if reads and not any(read.are_random for read in reads) else ():
+            num_figures += sum(len(one.figures) for one in sample.values)
+            if num_figures <= MAX_KEPT_FIGURES:
+                kept.append([sample.index, [list(one.figures) for one in sample.values]])
+        return kept
+
+    @property
+    def other_data_than_before(self) -> str:
+        """Says which sample is not that of the training that has written the checkpoint; empty if none is."""
+        now = dict(self.samples_read)
+        try:
+            then = dict(self.resumed["samples_read"]) if self.resumed is not None else {}
+            other = next((at for at, figures in then.items() if at in now and not are_alike(figures, now[at])), None)
+        except (KeyError, TypeError, ValueError, OverflowError):  # of an older version, or damaged
+            return ""
+        return "" if other is None else OTHER_DATA.format(other)
 
     def _other_data(self, ranks: RankRecords) -> str | None:
         """Describes the first sample that a rank has read differently from the lowest rank; None if there is none, or

@@ -122,6 +122,8 @@ class Training:
         """Longest recent averaging in ms; it decays by `OVERLAP_DECAY` per round."""
         self.round_trip_ms = 0.0
         """Round trip of a message in ms: from the first announcement to the last rank's entry, before any trains."""
+        self.samples_read: list[list[Any]] = []
+        """Some samples, by which a training that resumes finds out that its data set has changed."""
         self._outbox = outbox
         self._shares = FairShares()
         self._guard = DivergenceGuard(settings.divergence_threshold)
@@ -565,6 +567,7 @@ class Training:
             "dataset_size": self.settings.dataset_size,
             "epoch_size": self.ledger.extent.kept_size,
             "seed": self.settings.seed,
+            "samples_read": self.samples_read,
             "ledger": self.ledger.to_json(),
             "policy": policy,
             "devices": self._devices if policy.get("el_che") else self._devices_then,
