@@ -39,13 +39,13 @@ if __name__ == "__main__":
 """
 
 
-def run(mark: Mark, path: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Runs the file, beside which is one with the name of a package that elche imports."""
+def run(mark: Mark, path: Path, *arguments: str, executes: bool = False) -> "subprocess.CompletedProcess[str]":
+    """Runs the file, beside which is one with the name of a package that elche imports, as only a new Python would."""
     (path.parent / "click.py").write_text("raise ImportError('this is no package')\n")
     return subprocess.run(
         [sys.executable, "-W", "always::ResourceWarning", str(path), *arguments],
         cwd=path.parent,
-        env=mark.environment(),
+        env=mark.environment({"TEST_EXECUTES": "1"} if executes else None),
         capture_output=True,
         text=True,
         timeout=400,
@@ -53,8 +53,8 @@ def run(mark: Mark, path: Path, *arguments: str) -> "subprocess.CompletedProcess
     )
 
 
-def started(mark: Mark, path: Path, *arguments: str) -> Any:
-    done = run(mark, path, *arguments)
+def started(mark: Mark, path: Path, *arguments: str, executes: bool = False) -> Any:
+    done = run(mark, path, *arguments, executes=executes)
     assert done.returncode == 0, done.stderr
     assert "ResourceWarning: unclosed file <_io" not in done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -103,7 +103,7 @@ def test_the_ranks_get_the_programs_arguments(mark: Mark, job_file: JobFile) -> 
     read = "import sys\nif sys.argv[1:] != ['--lr', '0.1 x']:\n    raise SystemExit(f'not these: {sys.argv}')"
     path = job_file("linear.py", read)
     path.write_text(path.read_text() + "\n".join(main_of("epochs=1")))
-    assert "error" not in started(mark, path, "--lr", "0.1 x")
+    assert "error" not in started(mark, path, "--lr", "0.1 x", executes=True)
 
 
 @pytest.mark.parametrize("setting", ["seed=-1", "policy='weekly'"])
