@@ -28,6 +28,10 @@ def written(simulation) -> list[Checkpoint]:
     return [report for report in simulation.reports if isinstance(report, Checkpoint)]
 
 
+def epoch_of(saved) -> int:
+    return json.loads(saved.training)["ledger"]["epoch"]
+
+
 def ended_here(simulation) -> None:
     """Every living process is killed, as by a power cut; the job's end is not waited for."""
     for process in simulation.processes.values():
@@ -275,13 +279,14 @@ def _what(recorded, is_overlapped):
     return [(part.slices, part.num_batches, part.newer_batches if is_overlapped else 0) for part in recorded.parts]
 
 
-def test_a_resumed_job_repeats_the_rest_of_a_recording(simulate):
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_resumed_job_repeats_the_rest_of_a_recording(simulate, epoch):
     options = {"epochs": 2, "dataset_size": 6000, "averaging": "blocking", "checkpoint_every_minutes": 0.5 / 60}
     first = simulate(ranks(5, 12), **options)
     first.run()
     recorded = tuple(report.recorded for report in first.rounds)
     killed = simulate(ranks(6, 11), **options, replay=recorded)
-    killed.run_until(lambda: len(killed.saved) == 2)
+    killed.run_until(lambda: len(killed.saved) >= 2 and epoch_of(list(killed.saved.values())[-1]) == epoch)
     ended_here(killed)
     again = simulate(ranks(6, 11), **options, replay=recorded, resumed=list(killed.saved.values())[-1])
     again.run()
