@@ -377,9 +377,11 @@ def test_survivors_of_a_round_that_a_rank_did_not_end_go_on_without_it(team: Tea
     for rank, values in zip(ranks, before, strict=True):
         assert rank.said.of_rounds()[-1] == "abandoned 1"
         assert rank.said.all("round_failed")[0].round == 2
-        if how == "stop":
-            assert rank.said.all("round_failed")[0].reason == "generation 1 was given up", "nothing else has ended it"
         assert torch.equal(parameters(rank), values)
+    if how == "stop":
+        # The other one may be told by the first one's closed connection before.
+        reasons = [rank.said.all("round_failed")[0].reason for rank in ranks]
+        assert "generation 1 was given up" in reasons, "nothing else has ended it"
     team.form(2, *ranks)
     acks = team.round(3, 2, *ranks)
     assert [[row.weight for row in ack.header] for ack in acks] == [[4, 12], [4, 12]]
