@@ -159,17 +159,24 @@ def test_one_that_is_not_as_it_was_written_is_refused(tmp_path: Path, name: str,
     assert said in str(refused.value)
 
 
+@pytest.mark.parametrize("place", ["{}", "file://{}"])
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
 def test_of_a_folder_the_newest_whole_one_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, place: str
 ) -> None:
     """A job that went back, or was resumed at its coordinator, failed although an older one was beside it."""
+    place = place.format(tmp_path)
     target = CheckpointTarget(str(tmp_path))
     for version in (6, 7):
         target.write(f"1-0000000{version}", kept(), ABOUT, {"attempt": 1, "version": version})
     spoil(tmp_path / "1-00000007" / name, "a bit flipped")
-    assert load(str(tmp_path)).manifest["training"]["version"] == 6
-    assert re.search(rf"{tmp_path}/1-00000007.* damaged", capsys.readouterr().err)
+    assert load(place).manifest["training"]["version"] == 6
+    assert re.search(rf"{place}/1-00000007.* damaged", capsys.readouterr().err)
+    with pytest.raises(InvalidJob, match=rf"{place}/1-00000007.* damaged"):
+        load(f"{place}/1-00000007")
+    spoil(tmp_path / "1-00000006" / name, "a bit flipped")
+    with pytest.raises(InvalidJob, match=rf"{place}/1-0000000\d.* damaged"):
+        load(place)
 
 
 @pytest.mark.parametrize("url", ["memory://checkpoints", "file://{}"])
