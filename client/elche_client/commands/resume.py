@@ -220,8 +220,11 @@ def _source(folder: Path, original: Path) -> Path:
 def _tell_edited(folder: Path) -> None:
     """Tells of the user's own modules that have changed since the run of a checkpoint, or in a folder, began."""
     for above in [folder.resolve(), *folder.resolve().parents][: DEPTH + 1]:
-        for files in filter(None, map(edited, map(read_modules, sorted(above.glob(ALL))))):
+        kept = sorted(above.glob(ALL))
+        for files in filter(None, map(edited, map(read_modules, kept))):
             print_notice(f"{files} has changed since the run began; it is imported as it is now")
+        if kept:  # above are those of other runs
+            break
 
 
 def replay_run(
