@@ -196,6 +196,23 @@ def test_a_run_whose_arguments_are_damaged_is_not_resumed_without_them(
     assert begun == []
 
 
+def test_a_run_whose_arguments_cannot_be_read_is_not_resumed_without_them(
+    tmp_path: Path, begun: list[tuple[str, JobOptions, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path)
+    read = Path.read_text
+
+    def refuse(path: Path, **how: Any) -> str:
+        if path.name == COMMAND:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path, **how)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(PermissionError):
+        go_on(tmp_path, JobOptions())
+    assert begun == []
+
+
 def test_what_is_asked_for_wins_over_what_the_checkpoint_was_made_with(
     tmp_path: Path, begun: list[tuple[str, JobOptions, Path]]
 ) -> None:
