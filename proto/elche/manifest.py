@@ -40,11 +40,6 @@ class DamagedCheckpoint(InvalidJob):
     """What is there is not what was written."""
 
 
-def newest(path: Path) -> Path:
-    """The checkpoint at `path`, or the newest one below the folder of a job or run. Raises `NoCheckpoint`."""
-    return checkpoints_in(path)[-1]
-
-
 def newest_whole(path: Path, on_damaged: Callable[[DamagedCheckpoint], None]) -> tuple[Path, dict[str, Any]]:
     """The checkpoint at `path`, or the newest one below it whose files are as they were written; and its manifest.
     `on_damaged` is called for each one that is not. Raises `NoCheckpoint`, and `DamagedCheckpoint` if there is no whole

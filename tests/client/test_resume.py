@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from elche.errors import InvalidJob
-from elche.manifest import SOURCE, DamagedCheckpoint, checkpoints_in, checksum, newest
+from elche.manifest import SOURCE, DamagedCheckpoint, checkpoints_in, checksum
 from elche.own_modules import path_of
 from elche.v1.job_pb2 import JobSpec, RankPart, RecordedRound, Slice
 from elche_client.cli.main import main
@@ -26,7 +26,7 @@ def test_the_newest_checkpoint_is_the_one_that_was_saved_last_whatever_its_name(
     for name, version in (("1-00000010", 3), ("2-00000002", 1), ("10-00000001", 2)):
         write_checkpoint(tmp_path / name, version, {})
     assert [one.name for one in checkpoints_in(tmp_path)] == ["2-00000002", "10-00000001", "1-00000010"]
-    assert newest(tmp_path).name == "1-00000010"
+    assert checkpoints_in(tmp_path)[-1].name == "1-00000010"
 
 
 def test_the_newest_checkpoint_of_a_job_is_its_furthest_though_its_hosts_clock_was_set_back(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_the_newest_checkpoint_of_a_job_is_its_furthest_though_its_hosts_clock_w
         write_checkpoint(tmp_path / "one" / name, version, {}, saved_at=saved_at, attempt=attempt)
     assert [one.name for one in checkpoints_in(tmp_path / "one")] == ["a", "b", "c"]
     write_checkpoint(tmp_path / "other" / "d", 1, {}, saved_at=50.0, job="j-2")
-    assert newest(tmp_path).name == "d", "of several jobs it is that of the one that has saved last"
+    assert checkpoints_in(tmp_path)[-1].name == "d", "of several jobs it is that of the one that has saved last"
 
 
 def write_checkpoint(
@@ -196,6 +196,23 @@ def test_a_run_whose_arguments_are_damaged_is_not_resumed_without_them(
     assert begun == []
 
 
+def test_a_run_whose_arguments_cannot_be_read_is_not_resumed_without_them(
+    tmp_path: Path, begun: list[tuple[str, JobOptions, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path)
+    read = Path.read_text
+
+    def refuse(path: Path, **how: Any) -> str:
+        if path.name == COMMAND:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path, **how)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(PermissionError):
+        go_on(tmp_path, JobOptions())
+    assert begun == []
+
+
 def test_what_is_asked_for_wins_over_what_the_checkpoint_was_made_with(
     tmp_path: Path, begun: list[tuple[str, JobOptions, Path]]
 ) -> None:
@@ -260,15 +277,17 @@ def test_a_module_that_has_changed_since_the_run_is_told(
     tmp_path: Path, begun: list[tuple[str, JobOptions, Path]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A mistake in it may be mended; unnoticed, the file of then is trained with the losses of now."""
-    write_run(tmp_path)
+    run = tmp_path / "run"
+    write_run(run)
     losses = tmp_path / "losses.py"
     losses.write_text("SIGN = 1\n")
-    path_of(tmp_path, "train-1234").write_text(json.dumps({"losses": [str(losses), "SIGN = 1\n"]}))
-    path_of(tmp_path, "damaged").write_text("{")
-    go_on(tmp_path, JobOptions())
+    path_of(run, "train-1234").write_text(json.dumps({"losses": [str(losses), "SIGN = 1\n"]}))
+    path_of(run, "damaged").write_text("{")
+    path_of(tmp_path, "of-another-run").write_text(json.dumps({"losses": [str(losses), "SIGN = 0\n"]}))
+    go_on(run, JobOptions())
     assert "since the run began" not in capsys.readouterr().err
     losses.write_text("SIGN = -1\n")
-    go_on(tmp_path, JobOptions())
+    go_on(run, JobOptions())
     assert f"{losses} has changed since the run began; it is imported as it is now" in capsys.readouterr().err
 
 

@@ -11,6 +11,7 @@ from elche.errors import InvalidJob
 from elche_client.commands.sweep import Range, Sweep, Trial, halved, read_sweep, trials
 from elche_client.commands.sweep_run import Optuna, Runner
 from elche_client.events import JobState, JobView
+from elche_client.options import JobOptions
 from elche_client.transport.bundle import Bundle
 
 Write = Callable[[str], Path]
@@ -145,11 +146,13 @@ def test_values_that_the_file_does_not_use_are_noticed(
 def test_trials_of_one_sweep_are_of_the_same_code(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever edited a file, or changed a branch, while a sweep ran compared trials of unlike code."""
     monkeypatch.delenv("ELCHE_FOLDER", raising=False)
-    sent: list[tuple[str, str, bool]] = []
+    sent: list[tuple[str, Path, str, bool]] = []
 
     class Coordinator:
-        def submit_options(self, *_: object, source: str, bundle: Bundle, **__: object) -> SimpleNamespace:
-            sent.append((source, bundle.name, bundle.archive.exists()))
+        def submit_options(
+            self, path: Path, options: JobOptions, folder: Path, *, source: str, bundle: Bundle, **_: object
+        ) -> SimpleNamespace:
+            sent.append((source, folder, bundle.name, bundle.archive.exists()))
             return SimpleNamespace(id=str(len(sent)))
 
         def jobs(self) -> list[JobView]:
@@ -165,12 +168,13 @@ def test_trials_of_one_sweep_are_of_the_same_code(write: Write, monkeypatch: pyt
         runner = Runner(Coordinator(), sweep, lambda results: proposed, kept)  # type: ignore[arg-type]
         runner.step()
         (sweep.job.parent / "losses.py").write_text("SIGN = -1\n")
-        sweep.job.write_text("job = 1\n")
+        sweep.job.write_text("from ..above import job\n")
         proposed.append(trials(sweep)[1])
         runner.step()
-    assert [source for source, _, _ in sent] == ["job = None\n"] * 2
-    assert len({name for _, name, _ in sent}) == 1
-    assert all(is_there for _, _, is_there in sent), "it may have to be sent again"
+    assert [source for source, *_ in sent] == ["job = None\n"] * 2
+    assert [folder for _, folder, *_ in sent] == [sweep.job.parent] * 2, "in which the file has its place"
+    assert len({name for *_, name, _ in sent}) == 1
+    assert all(is_there for *_, is_there in sent), "it may have to be sent again"
 
 
 def test_optuna_is_asked_for_the_same_trials_again(write: Write) -> None:

@@ -1,5 +1,8 @@
 """A loop is saved and goes on where it was, with the same random numbers, and removes its own checkpoints only."""
 
+import re
+import shutil
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -225,6 +228,66 @@ def test_a_resumed_script_gives_a_checkpoint_to_the_trainer_that_has_written_it(
     assert "has no checkpoint of this script's trainer 1, which begins at the start" in capsys.readouterr().err
     monkeypatch.setenv("ELCHE_RESUME", str(tmp_path))
     assert run() == [3, 4, 1]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
+def test_a_damaged_checkpoint_is_skipped_for_an_older_one_of_the_same_trainer_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """With a damaged manifest of its only one a trainer began at the start, though all its work was there."""
+    begin = partial(Trainer.setup, config=TrainerConfig(device="cpu", checkpoint_dir=str(tmp_path)))
+
+    def run(*num_steps: int) -> list[int]:
+        monkeypatch.setattr(trainers, "_numbers", count(1))
+        begun_at = []
+        for number in num_steps:
+            model = new_model()
+            with begin(model, new_optimizer(model)) as trainer:
+                begun_at.append(trainer.num_steps)
+                for _ in range(number):
+                    trainer(torch.ones(1, 6)).sum().backward()
+                    trainer.step()
+                    trainer.save()
+        return begun_at
+
+    run(3, 1)
+    monkeypatch.setenv("ELCHE_RESUME", str(tmp_path))
+    flip(tmp_path / "step-00000003" / name)
+    assert run(0, 0) == [2, 1]
+    assert "step-00000003" in capsys.readouterr().err
+    flip(tmp_path / "step-00000001-2" / name)
+    with pytest.raises(Misuse, match=r"step-00000001-2.* is"):
+        run(0, 0)
+
+
+def flip(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+
+
+def save_and_load_own_copies(folder: str) -> str:
+    """Each rank has a copy of its own; the newest checkpoint in that of rank 1 is damaged."""
+    model = new_model()
+    with Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0)) as trainer:
+        for _ in range(2):
+            trainer(torch.ones(1, 6)).sum().backward()
+            trainer.step()
+            trainer.save(f"{folder}/0")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        shutil.copytree(f"{folder}/0", f"{folder}/1")
+        flip(Path(folder) / "1/step-00000002/model.safetensors")
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0))
+    with trainer, pytest.raises(Misuse) as raised:
+        trainer.load(f"{folder}/{dist.get_rank()}")
+    return str(raised.value)
+
+
+def test_ranks_that_find_different_checkpoints_do_not_go_on(worlds: Worlds, tmp_path: Path) -> None:
+    """At the first step it was said that the script changes the models."""
+    for said in worlds.run(2, save_and_load_own_copies, str(tmp_path)):
+        assert re.search("different checkpoints at .*: rank 0 one of step 2, rank 1 one of step 1;", said)
 
 
 def test_trainers_that_train_in_turn_are_not_resumed_with_one_of_them_anew(

@@ -131,7 +131,7 @@ def test_a_checkpoint_with_a_file_whose_name_is_too_long_is_not_whole(checkpoint
 
 def test_there_is_no_checkpoint_whose_name_is_too_long(tmp_path: Path) -> None:
     with pytest.raises(InvalidJob, match="there is no checkpoint"):
-        manifest.newest(tmp_path / ("x" * 5000))
+        manifest.checkpoints_in(tmp_path / ("x" * 5000))
 
 
 def test_the_auditor_names_a_checkpoint_elsewhere_whose_name_is_too_long(run: Path) -> None:

@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 
 from elche.own_modules import path_of
-from elche_worker.user.as_begun import import_as_begun, keep_modules
+from elche_worker.user import as_begun
+from elche_worker.user.as_begun import import_as_begun, keep_modules, read_own_modules
 
 
 @pytest.fixture
@@ -24,6 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("path", "meta_path"):
         monkeypatch.setattr(sys, name, list(getattr(sys, name)))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.setattr(as_begun, "_read", {})
     sys.path.insert(0, str(tmp_path))
     return tmp_path
 
@@ -40,7 +42,7 @@ def test_a_rank_that_starts_later_imports_what_the_others_have(folder: Path, cap
     import_as_begun(path)  # nothing is kept yet
     for name in ("nets", "losses"):
         importlib.import_module(name)
-    keep_modules(path)
+    keep_modules(path, "")
     (folder / "nets/deep.py").write_text("NAME = 'edited'\n")
     py_compile.compile(str(folder / "nets/deep.py"))
     (folder / "losses.py").unlink()
@@ -50,21 +52,50 @@ def test_a_rank_that_starts_later_imports_what_the_others_have(folder: Path, cap
     assert importlib.import_module("losses").SIGN == "\u00b1"
     said = capfd.readouterr().err
     assert f"{folder}/losses.py and 1 more has changed since the job began" in said
-    keep_modules(path)
+    keep_modules(path, "")
     start_anew()
     sys.meta_path[:] = sys.meta_path[1:]
     assert importlib.import_module("nets").NAME == "edited", "another job begins with the present files"
-    keep_modules(path)
+    keep_modules(path, "")
     assert json.loads(path.read_text())["nets.deep"] == [f"{folder}/nets/deep.py", "NAME = 'as begun'\n"]
     assert not list(folder.glob(".modules-*.*[0-9]")), "no draft is left"
 
 
 def test_only_modules_of_the_users_own_are_kept(folder: Path) -> None:
     importlib.import_module("losses")
-    keep_modules(path_of(folder, "job"))
+    keep_modules(path_of(folder, "job"), "")
     kept = json.loads(path_of(folder, "job").read_text())
     assert "losses" in kept
     assert not [name for name in kept if name.partition(".")[0] in ("torch", "json", "elche_worker", "pytest")]
+
+
+def test_a_module_that_is_edited_before_the_rank_is_ready_is_kept_as_it_was(folder: Path) -> None:
+    """A rank may be long in compiling its model. What was kept then was not what it ran, and nothing said so."""
+    path = path_of(folder, "job")
+    importlib.import_module("losses")
+    read_own_modules("")
+    (folder / "losses.py").write_text("SIGN = 'edited'\n")
+    importlib.import_module("nets")
+    keep_modules(path, "")
+    start_anew()
+    import_as_begun(path)
+    assert importlib.import_module("losses").SIGN == "\u00b1"
+    assert "nets.deep" in json.loads(path.read_text())
+
+
+def test_installed_modules_are_not_kept_wherever_they_are(folder: Path) -> None:
+    """All of a library was kept, and compiled anew by each rank that was started again: those that --requirements
+    installs, and those of Debian's Python. A user's package may be named as ours begin.
+    """
+    for place in ("packages/0123", "lib/python3/dist-packages", "."):
+        name = {"packages/0123": "asked_for", ".": "elche_nets"}.get(place, "of_the_system")
+        (folder / place).mkdir(parents=True, exist_ok=True)
+        (folder / place / f"{name}.py").touch()
+        sys.path.insert(0, str(folder / place))
+        importlib.import_module(name)
+    keep_modules(path_of(folder, "job"), str(folder / "packages"))
+    kept = json.loads(path_of(folder, "job").read_text())
+    assert {"asked_for", "elche_nets", "of_the_system"} & set(kept) == {"elche_nets"}
 
 
 def test_a_lazy_module_is_not_loaded_by_a_look_at_it(folder: Path) -> None:
@@ -73,7 +104,7 @@ def test_a_lazy_module_is_not_loaded_by_a_look_at_it(folder: Path) -> None:
             raise ImportError(f"{name} needs a library that is not installed")
 
     sys.modules["lazy"] = Lazy("lazy")
-    keep_modules(path_of(folder, "job"))
+    keep_modules(path_of(folder, "job"), "")
     assert path_of(folder, "job").is_file()
 
 
@@ -81,7 +112,7 @@ def test_tracebacks_show_the_lines_that_run(folder: Path) -> None:
     path = path_of(folder, "job")
     (folder / "losses.py").write_text("def loss():\n    raise ValueError  # as begun\n")
     importlib.import_module("losses")
-    keep_modules(path)
+    keep_modules(path, "")
     (folder / "losses.py").write_text("\n\n# edited\n")
     start_anew()
     import_as_begun(path)
@@ -96,4 +127,4 @@ def test_what_is_damaged_or_cannot_be_written_fails_no_rank(folder: Path, text: 
     path.write_text(text)
     import_as_begun(path)
     assert importlib.import_module("nets").NAME == "as begun"
-    keep_modules(folder / "missing" / "file")
+    keep_modules(folder / "missing" / "file", "")

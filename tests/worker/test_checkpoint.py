@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from elche.errors import InvalidJob
-from elche.manifest import EMA, checkpoints_in, finish, newest
+from elche.manifest import EMA, checkpoints_in, finish
 from elche_worker.model.checkpoint import About, CheckpointData, CheckpointTarget, load, other_buffers, weights_of
 from support import checkpoint_writer
 
@@ -40,7 +40,7 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_whole_checkpoints(tmp_path
         assert 1 <= len(found) <= 3
         versions = [load(str(one)).manifest["training"]["version"] for one in found]
         assert versions == sorted(versions)
-        CheckpointTarget(str(place)).keep_only([newest(place).name])
+        CheckpointTarget(str(place)).keep_only([checkpoints_in(place)[-1].name])
         assert [path.name for path in place.iterdir()] == [f"1-{versions[-1]:08d}"], "drafts go as well"
 
 
@@ -80,7 +80,7 @@ def test_a_draft_is_no_checkpoint_until_it_is_finished_with_the_trainings_state(
     target = CheckpointTarget(str(tmp_path))
     draft = target.write_draft(kept(), ABOUT)
     with pytest.raises(InvalidJob, match=r"is not a checkpoint and contains none.*--checkpoint-every-epochs 1"):
-        newest(tmp_path)
+        checkpoints_in(tmp_path)
     with pytest.raises(InvalidJob, match="is not a checkpoint"):
         load(str(draft))
     path, size_bytes = target.write("1-00000006", kept(), ABOUT, {"attempt": 1, "version": 6})
@@ -102,7 +102,7 @@ def test_a_draft_that_is_not_whole_becomes_no_checkpoint(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"model\.safetensors has 10 bytes and had"):
         finish(draft, tmp_path / "1-00000007", TRAINING)
     with pytest.raises(InvalidJob, match="contains none"):
-        newest(tmp_path)
+        checkpoints_in(tmp_path)
 
 
 def test_a_draft_that_a_stopped_rank_has_just_left_stays(tmp_path: Path) -> None:
@@ -159,17 +159,24 @@ def test_one_that_is_not_as_it_was_written_is_refused(tmp_path: Path, name: str,
     assert said in str(refused.value)
 
 
+@pytest.mark.parametrize("place", ["{}", "file://{}"])
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
 def test_of_a_folder_the_newest_whole_one_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, place: str
 ) -> None:
     """A job that went back, or was resumed at its coordinator, failed although an older one was beside it."""
+    place = place.format(tmp_path)
     target = CheckpointTarget(str(tmp_path))
     for version in (6, 7):
         target.write(f"1-0000000{version}", kept(), ABOUT, {"attempt": 1, "version": version})
     spoil(tmp_path / "1-00000007" / name, "a bit flipped")
-    assert load(str(tmp_path)).manifest["training"]["version"] == 6
-    assert re.search(rf"{tmp_path}/1-00000007.* damaged", capsys.readouterr().err)
+    assert load(place).manifest["training"]["version"] == 6
+    assert re.search(rf"{place}/1-00000007.* damaged", capsys.readouterr().err)
+    with pytest.raises(InvalidJob, match=rf"{place}/1-00000007.* damaged"):
+        load(f"{place}/1-00000007")
+    spoil(tmp_path / "1-00000006" / name, "a bit flipped")
+    with pytest.raises(InvalidJob, match=rf"{place}/1-0000000\d.* damaged"):
+        load(place)
 
 
 @pytest.mark.parametrize("url", ["memory://checkpoints", "file://{}"])

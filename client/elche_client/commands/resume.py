@@ -142,13 +142,12 @@ def _command_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def _read_above(checkpoint: Path, name: str) -> Any:
-    """A JSON file of the run that has written the checkpoint; {} if the checkpoint was moved. Raises `ValueError` or
-    `RecursionError` for a file that is none.
+    """A JSON file of the run that has written the checkpoint; {} if the checkpoint was moved. Raises `OSError` for a
+    file that cannot be read, `ValueError` or `RecursionError` for one that is no JSON.
     """
     for folder in [checkpoint.resolve(), *checkpoint.resolve().parents][: DEPTH + 1]:
-        with suppress(OSError):
-            text = (folder / name).read_text(encoding="utf-8")
-            return json.loads(text)
+        if os.path.isfile(folder / name):
+            return json.loads((folder / name).read_text(encoding="utf-8"))
     return {}
 
 
@@ -220,8 +219,11 @@ def _source(folder: Path, original: Path) -> Path:
 def _tell_edited(folder: Path) -> None:
     """Tells of the user's own modules that have changed since the run of a checkpoint, or in a folder, began."""
     for above in [folder.resolve(), *folder.resolve().parents][: DEPTH + 1]:
-        for files in filter(None, map(edited, map(read_modules, sorted(above.glob(ALL))))):
+        kept = sorted(above.glob(ALL))
+        for files in filter(None, map(edited, map(read_modules, kept))):
             print_notice(f"{files} has changed since the run began; it is imported as it is now")
+        if kept:  # above are those of other runs
+            break
 
 
 def replay_run(
@@ -333,7 +335,7 @@ def _here(folder: Path) -> list[Checkpoint]:
             raise InvalidJob(f"{path} is damaged: its manifest lacks the training's state; remove it") from None
     try:
         return _with_recorded(found, _read_above(folder, RECORD).get("checkpoints", []))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # the record only adds metrics
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # the record only adds metrics
         return found
 
 

@@ -92,7 +92,7 @@ class Runner:
     def __init__(self, client: Client, sweep: Sweep, search: Search, kept: ExitStack) -> None:
         """`kept` keeps the folder as it is when the first trial is submitted: later ones are of the same code."""
         self._client, self._sweep, self._search, self._kept = client, sweep, search, kept
-        self._bundle: Bundle | None = None
+        self._sent: tuple[Path | None, Bundle | None] | None = None
         self.jobs: dict[tuple[int, int], JobHandle] = {}
         self.trials: dict[tuple[int, int], Trial] = {}
         self.views: dict[str, JobView] = {}
@@ -142,17 +142,20 @@ class Runner:
             if not before.checkpoints:
                 raise JobFailed(f"job {before.job_id} has written no checkpoint from which its trial could go on")
             resume = before.checkpoints[-1].path.rpartition("/")[0]
-        folder = folder_of(sweep.job, sweep.folder)
-        if folder is not None and self._bundle is None:
-            self._bundle = self._kept.enter_context(packed(folder))
+        folder, bundle = self._sent = self._sent or self._pack()
         return self._client.submit_options(
             sweep.job,
             sweep.options(trial, resume),
             folder,
             key=self._key(trial),
             source=sweep.source,
-            bundle=self._bundle,
+            bundle=bundle,
         )
+
+    def _pack(self) -> tuple[Path | None, Bundle | None]:
+        """The folder of all trials and what it has now. Which one it is depends on what the file imports."""
+        folder = folder_of(self._sweep.job, self._sweep.folder)
+        return folder, None if folder is None else self._kept.enter_context(packed(folder))
 
     def _key(self, trial: Trial) -> str:
         return f"{self._sweep.id}-{trial.number}-{trial.rung}"

@@ -41,6 +41,7 @@ from elche.manifest import (
     STATE_TENSORS,
     UNFINISHED,
     WEIGHTS,
+    DamagedCheckpoint,
     newest_whole,
     read_manifest,
     sha256,
@@ -360,8 +361,7 @@ def load(path: str, new: NewTensor | None = new_whole) -> Loaded:
     Divided tensors are read into tensors that `new` creates; without `new` they are not read.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        here = _fetched(path, Path(scratch)) if "://" in path else Path(path)
-        folder, manifest = newest_whole(here, notice)
+        folder, manifest = _fetched(path, Path(scratch)) if "://" in path else newest_whole(Path(path), notice)
         try:
             pieces = _read_pieces(folder / PIECES, manifest.get("pieces", {}), new)
             weights, frozen = read_weights(folder / WEIGHTS)
@@ -397,26 +397,43 @@ def _read_pieces(folder: Path, described: Mapping[str, Any], new: NewTensor | No
     return tensors
 
 
-def _fetched(url: str, scratch: Path) -> Path:
-    """The checkpoint at a URL, copied here; or the newest in a folder of them."""
+def _fetched(url: str, scratch: Path) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint at a URL, or the newest whole one in a folder of them, copied here; and its manifest."""
+    damaged: DamagedCheckpoint | None = None
     try:
         filesystem, root = filesystem_of(url)
-        names = [root, *sorted(filesystem.ls(root, detail=False), reverse=True)]
-        folder = next((one for one in names if filesystem.exists(f"{one}/{MANIFEST}")), None)
-        if folder is None:
-            raise InvalidJob(f"{url} is not a checkpoint and has none: there is no {MANIFEST} in it")
-        for name in (MANIFEST, WEIGHTS, STATE_TENSORS, STATE, SOURCE):
-            filesystem.get_file(f"{folder}/{name}", str(scratch / name))
-        (scratch / PIECES).mkdir()
-        for name in read_manifest(scratch)["files"]:
-            if name == EMA:
-                filesystem.get_file(f"{folder}/{EMA}", str(scratch / EMA))
-            elif name.startswith(f"{PIECES}/"):
-                target = scratch / PIECES / Path(name).name
-                filesystem.get_file(f"{folder}/{PIECES}/{target.name}", str(target))
+        for name in ("", *sorted((Path(one).name for one in filesystem.ls(root, detail=False)), reverse=True)):
+            place = f"{root}/{name}".rstrip("/")
+            if not filesystem.exists(f"{place}/{MANIFEST}"):
+                continue
+            if damaged is not None:
+                notice(str(damaged))
+            try:
+                _copy(filesystem, place, scratch)
+                return newest_whole(scratch, lambda error: None)
+            except DamagedCheckpoint as error:
+                # Named as the user knows it, not as its copy.
+                damaged = DamagedCheckpoint(str(error).replace(str(scratch), f"{url}/{name}".rstrip("/")))
+            if not name:
+                break
+            for one in scratch.iterdir():  # so that there is room for the next one
+                shutil.rmtree(one) if one.is_dir() else one.unlink()
     except OSError as error:
         raise InvalidJob(f"the checkpoint {url} cannot be read: {error}") from None
-    return scratch
+    raise damaged or InvalidJob(f"{url} is not a checkpoint and has none: there is no {MANIFEST} in it")
+
+
+def _copy(filesystem: Any, place: str, here: Path) -> None:
+    """Copies a checkpoint from a file system to a folder. Raises `OSError`, and `DamagedCheckpoint`."""
+    for name in (MANIFEST, WEIGHTS, STATE_TENSORS, STATE, SOURCE):
+        filesystem.get_file(f"{place}/{name}", str(here / name))
+    (here / PIECES).mkdir()
+    for name in read_manifest(here)["files"]:
+        if name == EMA:
+            filesystem.get_file(f"{place}/{EMA}", str(here / EMA))
+        elif name.startswith(f"{PIECES}/"):
+            target = here / PIECES / Path(name).name
+            filesystem.get_file(f"{place}/{PIECES}/{target.name}", str(target))
 
 
 def weights_of(model: nn.Module, *, is_kept: bool = True, without: Collection[str] = ()) -> dict[str, torch.Tensor]:

@@ -71,7 +71,7 @@ from elche_worker.session.session import LOST, Session, sendable
 from elche_worker.session.stopped import StoppedRank, in_base64
 from elche_worker.sharding.jobs import sharding_of
 from elche_worker.telemetry.timeline import SpanRecorder
-from elche_worker.user.as_begun import import_as_begun, keep_modules
+from elche_worker.user.as_begun import import_as_begun, keep_modules, read_own_modules
 from elche_worker.user.device import Device
 from elche_worker.user.events import send_events_to
 from elche_worker.user.job import JobDefinition
@@ -259,6 +259,8 @@ def _load(launch: Launch, channel: grpc.Channel) -> JobDefinition:
         import_as_begun(path_of(Path(launch.output_dir), launch.job_id))
     seed_all(0)  # as every rank does, so that random numbers that the file draws are the same
     job = with_settings(load_job(launch.source, launch.file_name, launch.module), launch.settings)
+    if not launch.bundle:
+        read_own_modules(launch.packages_dir)
     if job.group_size != launch.group_size:
         raise InvalidJob(
             f"{launch.file_name}: group_size is {job.group_size}, and the job was placed in groups of "
@@ -315,7 +317,7 @@ def _prepare(
     ready.samples.extend(parts.looked.samples)
     ready.are_samples_random = parts.looked.are_random
     if not launch.bundle:
-        keep_modules(path_of(Path(launch.output_dir), launch.job_id))
+        keep_modules(path_of(Path(launch.output_dir), launch.job_id), launch.packages_dir)
     ready.resumed = loaded.training if loaded else parts.no_checkpoint and json.dumps({MISSING: parts.no_checkpoint})
     session.send(rank_pb2.ConverseRequest(ready=ready))
     return loop, accumulators

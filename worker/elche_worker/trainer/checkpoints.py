@@ -266,6 +266,7 @@ class LoopCheckpoints:
         except (Misuse, OSError) as error:
             problem = str(error)
         self._world.agree(problem)
+        self._check_same(path, restored)
         if not isinstance(restored, Restored):
             self._notice(f"{path} has no checkpoint of this script's trainer {self.number}, which begins at the start")
             self._begins_anew = True
@@ -281,6 +282,18 @@ class LoopCheckpoints:
             else:
                 self._notice(f"the checkpoint has no state of {name!r}, which starts fresh")
         return restored.position, restored.plan
+
+    def _check_same(self, path: str, restored: Restored | None) -> None:
+        """Raises `Misuse` on every rank if one has found another checkpoint, as where its host's newest is damaged."""
+        step = -1 if restored is None else restored.position.num_steps
+        steps = [int(step) for (step,) in self._world.gather_numbers([float(step)])]
+        other = next((rank for rank, one in enumerate(steps) if one != steps[0]), None)
+        if other is not None:
+            named = ["none" if steps[rank] < 0 else f"one of step {steps[rank]}" for rank in (0, other)]
+            raise Misuse(
+                f"the ranks find different checkpoints at {path}: rank 0 {named[0]}, rank {other} {named[1]}; name one "
+                "that all have"
+            )
 
     def _note_other_settings(self, restored: Restored) -> None:
         """Says which optimizer options of the script have no effect: the checkpoint's count, as with PyTorch."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from elche.errors import InvalidJob, Misuse
-from elche.manifest import MANIFEST, checkpoints_in, read_manifest
+from elche.manifest import MANIFEST, DamagedCheckpoint, checkpoints_in, read_manifest
 from elche.output import notice
 from elche_worker.model.checkpoint import (
     About,
@@ -157,11 +157,7 @@ def restore(path: str, model: nn.Module, optimizers: Optimizers, number: int | N
     Raises `Misuse` for one that is incomplete, of another model, or not of a loop.
     """
     try:
-        if number is not None and "://" not in path:
-            found = checkpoints_in(Path(path), lambda _, error: notice(error))
-            written = [one for one in found if _is_of(read_manifest(one), number)]
-            path = str(written[-1]) if written else ""
-        loaded: Loaded | None = load(path) if path else None
+        loaded = load(path) if number is None or "://" in path else _load_own(Path(path), number)
         if loaded is None or (number is not None and not _is_of(loaded.manifest, number)):
             return None
         loaded.check_model(_tensors(model))
@@ -190,6 +186,25 @@ def restore(path: str, model: nn.Module, optimizers: Optimizers, number: int | N
     state = loaded.state
     own = state.get("registered", {}), state.get("begun", {}), state.get("frozen"), state.get("rates")
     return Restored(position, state["plan"], state["random"], *own, others)
+
+
+def _load_own(path: Path, number: int) -> Loaded | None:
+    """The newest whole checkpoint of the script's trainer of this number; None if there is none. Raises
+    `DamagedCheckpoint` if it may be a damaged one.
+    """
+    damaged: dict[Path, DamagedCheckpoint] = {}
+    found = checkpoints_in(path, damaged.__setitem__)
+    written, loaded = [one for one in found if _is_of(read_manifest(one), number)], None
+    while written and loaded is None:
+        try:
+            loaded = load(str(written[-1]))
+        except DamagedCheckpoint as error:
+            damaged[written.pop()] = error
+    for folder, why in damaged.items():
+        if not any(one.parent == folder.parent for one in written):
+            raise why
+        notice(why)
+    return loaded
 
 
 def _is_of(manifest: Mapping[str, Any], number: int) -> bool:

@@ -20,16 +20,25 @@ from types import ModuleType
 from elche.output import notice
 from elche.own_modules import EXACT, Modules, edited, read_modules
 
+INSTALLED = ("site-packages", "dist-packages")
+"""Names of folders of installed modules: Python's, and on Debian the system's."""
+NOT_USERS = ("elche", "elche_worker", "elche_job")
+"""Packages that may be installed in place of which none is the user's."""
+_read: dict[str, tuple[str, str]] = {}
+"""Path and text of each module of the user's own, as they were read first."""
 
-def keep_modules(path: Path) -> None:
+
+def keep_modules(path: Path, packages: str) -> None:
     """Keeps the modules that this process has imported from source files of the user's own, unless a rank has before.
-    Where they cannot be written, ranks that start later import what is there then.
+    Where they cannot be written, ranks that start later import what is there then. Those below the folder `packages`
+    are installed.
     """
+    read_own_modules(packages)
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     with suppress(OSError):
         try:
             with draft.open("x", encoding="ascii") as file:
-                json.dump(_own_modules(), file)
+                json.dump(_read, file)
             os.link(draft, path)  # `link`, not `rename`: the first one's stay
         finally:
             draft.unlink(missing_ok=True)
@@ -43,21 +52,22 @@ def import_as_begun(path: Path) -> None:
         notice(f"{files} has changed since the job began: this rank runs what the others run")
 
 
-def _own_modules() -> dict[str, tuple[str, str]]:
-    """Path and text of each module that is neither installed nor elche's."""
-    installed = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib"))
-    found = {}
+def read_own_modules(packages: str) -> None:
+    """Reads each module that is neither installed nor elche's and that has not been read: soon after its import, since
+    a rank may be long in building and compiling a model, and the file be edited meanwhile.
+    """
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")] + [packages] * bool(packages)
+    below = tuple(os.path.join(folder, "") for folder in installed)
     for name, module in list(sys.modules.items()):
-        if not isinstance(module, ModuleType):
+        if name in _read or not isinstance(module, ModuleType) or name.partition(".")[0] in NOT_USERS:
             continue
         # Not by `getattr`, at which a lazy module would load itself.
         loader = getattr(object.__getattribute__(module, "__dict__").get("__spec__"), "loader", None)
-        if not isinstance(loader, SourceFileLoader) or loader.name != name or name.startswith("elche"):
+        if not isinstance(loader, SourceFileLoader) or loader.name != name:
             continue
-        if not loader.path.startswith(installed) and "site-packages" not in loader.path:
+        if not loader.path.startswith(below) and not any(folder in loader.path for folder in INSTALLED):
             with suppress(OSError):
-                found[name] = (loader.path, loader.get_data(loader.path).decode(EXACT))
-    return found
+                _read[name] = (loader.path, loader.get_data(loader.path).decode(EXACT))
 
 
 class _Loader(SourceFileLoader):
