@@ -238,7 +238,8 @@ class PlayedRank:
         self._weight, self._num_batches, self._compute_s = 0, 0, 0.0
         self._entered: tuple[int, int, int, int, float, float] | None = None
         """The round that runs: its id and generation, samples, batches and their time, and when it was entered."""
-        self._is_training = False
+        self._batch: asyncio.TimerHandle | None = None
+        """The end of the batch that it trains."""
         self._idle_since_s: float | None = None
         self._stalled_s = 0.0
         self._unreported: list[float] = []
@@ -248,6 +249,13 @@ class PlayedRank:
 
     async def run(self, converse: Converse, on_welcome: Callable[[], None]) -> None:
         """Converses until the coordinator has it leave, over one stream after the other (protocol P15)."""
+        try:
+            await self._converse(converse, on_welcome)
+        finally:  # it may have been killed
+            if self._batch is not None:
+                self._batch.cancel()
+
+    async def _converse(self, converse: Converse, on_welcome: Callable[[], None]) -> None:
         self._on_welcome = on_welcome
         self.say("ready", ready_message(self._world.settings, device="cpu"))
         retry_s = RETRY_S
@@ -371,7 +379,7 @@ class PlayedRank:
         return self._processed < self._permitted
 
     def _go_on(self) -> None:
-        if self._is_training:
+        if self._batch is not None:
             return
         if self._to_abandon is not None:
             self._abandon(self._to_abandon)
@@ -382,9 +390,8 @@ class PlayedRank:
         may_train = self._version > 0 and self._local_step < self._limit_step
         if self._has_work and may_train and (self._world.course.overlaps or self._entered is None):
             self._end_idling()
-            self._is_training = True
             duration_s = self._batch_s * max(0.1, self._world.random.gauss(1.0, self._world.course.jitter))
-            asyncio.get_running_loop().call_later(duration_s, self._finish_batch, _now_s())
+            self._batch = asyncio.get_running_loop().call_later(duration_s, self._finish_batch, _now_s())
         else:
             self._idle_since_s = self._idle_since_s or _now_s()
             if self._unreported and _now_s() - self._reported_s >= REPORT_EVERY_S:
@@ -398,7 +405,7 @@ class PlayedRank:
     @played
     def _finish_batch(self, began_s: float) -> None:
         now_s = _now_s()
-        self._is_training = False
+        self._batch = None
         while self._leases and not self._left_of_first:
             self._left_of_first = self._leases.popleft()
         size = min(self._world.course.batch_size, self._left_of_first, self._permitted - self._processed)
@@ -452,7 +459,7 @@ class PlayedRank:
         """The round's result is there, with its header."""
         assert self._entered is not None
         _, generation, samples, batches, _, entered_s = self._entered
-        if self._is_training or self._idle_since_s is not None:
+        if self._batch is not None or self._idle_since_s is not None:
             self._end_idling()
         self._entered = None
         self._version = version

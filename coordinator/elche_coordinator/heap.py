@@ -34,13 +34,15 @@ class _Mallinfo(ctypes.Structure):
 
 
 def free_bytes() -> int:
-    """Bytes that are free in the C library's heaps, also those that were given back and not used since. The resident
-    memory where the library does not tell.
+    """Resident bytes that are not in use in the C library's heaps. What it calls free alone would count what was given
+    back, too, and would not change when that is used and free again between two looks. The resident memory where the
+    library does not tell.
     """
     if (ask := getattr(ctypes.CDLL(None), "mallinfo2", None)) is None:
         return resident_bytes()
     ask.restype = _Mallinfo
-    return int(ask().fordblks)
+    known = ask()
+    return resident_bytes() - int(known.uordblks + known.hblkhd)
 
 
 def _trim() -> None:

@@ -33,6 +33,19 @@ def test_what_becomes_free_only_after_the_process_has_grown_is_given_back() -> N
     assert len(at_end) == SMALL
 
 
+def test_what_is_used_and_free_again_between_two_looks_is_given_back() -> None:
+    """The C library still calls free what was given back: a second flood of calls within two seconds stayed."""
+    one = Heap()
+    for _ in range(2):
+        held = [bytes(SMALL) for _ in range(4 * GROWN_BYTES // SMALL)]
+        at_end = held[-1]
+        del held
+        before = resident_bytes()
+        one.look()
+        assert before - resident_bytes() > 2 * GROWN_BYTES
+        assert len(at_end) == SMALL
+
+
 def test_it_is_given_back_again_only_after_as_much_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, trimmed = [100, 100 + GROWN_BYTES], []
     monkeypatch.setattr(heap, "_trim", lambda: trimmed.append(sizes[-1]))

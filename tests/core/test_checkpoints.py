@@ -314,6 +314,29 @@ def test_the_recording_of_a_resumed_job_begins_at_its_checkpoint(simulate):
     assert [_what(one, False) for one in rest] == [_what(one, False) for one in recorded]
 
 
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_replay_of_a_resumed_job_that_resumes_repeats_the_rest(simulate, epoch):
+    """The samples before its recording counted as recorded rounds, so that it was refused as another job's."""
+    options = {"epochs": 2, "dataset_size": 6000, "averaging": "blocking", "checkpoint_every_minutes": 0.5 / 60}
+    killed = simulate(ranks(4, 12), **options)
+    killed.run_until(lambda: len(killed.saved) == 1)
+    ended_here(killed)
+    saved = list(killed.saved.values())[-1]
+    resumed = simulate(ranks(4, 12), **options, resumed=saved)
+    resumed.run()
+    recorded = tuple(report.recorded for report in resumed.rounds if report.samples)
+    replay = simulate(ranks(4, 12), **options, resumed=saved, replay=recorded)
+    replay.run_until(lambda: bool(replay.saved) and epoch_of(list(replay.saved.values())[-1]) == epoch)
+    ended_here(replay)
+    newest = list(replay.saved.values())[-1]
+    again = simulate(ranks(4, 12), **options, resumed=newest, replay=recorded)
+    again.run()
+    rest = [_what(report.recorded, False) for report in again.rounds if report.samples]
+    num_left = 12000 - json.loads(newest.training)["samples"]
+    assert sum(one.size for parts in rest for slices, *_ in parts for one in slices) == num_left
+    assert rest == [_what(one, False) for one in recorded][-len(rest) :]
+
+
 def test_a_recording_of_another_job_is_refused(simulate):
     first = simulate(ranks(5, 12))
     first.run()

@@ -473,7 +473,9 @@ def test_a_checkpoint_that_is_gone_is_not_replaced_by_an_older_one_in_silence(si
     kill_all(simulation)
     error = simulation.run().error
     assert error.startswith(f"the newest checkpoint that its ranks find has version {older}, ")
-    assert f"but one of version {newest} was written, in simulated/checkpoints on a: put it back there" in error
+    assert (
+        f"but one of version {newest} was written, in simulated/checkpoints on a: put a whole copy of it there" in error
+    )
 
 
 @pytest.mark.parametrize("past_attempts", [0, 1], ids=["resumed", "goes back under another coordinator"])

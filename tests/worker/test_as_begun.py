@@ -103,7 +103,14 @@ def test_a_lazy_module_is_not_loaded_by_a_look_at_it(folder: Path) -> None:
         def __getattribute__(self, name: str) -> object:
             raise ImportError(f"{name} needs a library that is not installed")
 
+    class Bare:
+        """As cffi's libraries, which claim to be modules."""
+
+        __slots__ = ()
+        __class__ = ModuleType  # type: ignore[assignment]
+
     sys.modules["lazy"] = Lazy("lazy")
+    sys.modules["bare"] = Bare()  # type: ignore[assignment]
     keep_modules(path_of(folder, "job"), "")
     assert path_of(folder, "job").is_file()
 

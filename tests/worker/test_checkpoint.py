@@ -164,7 +164,7 @@ def test_one_that_is_not_as_it_was_written_is_refused(tmp_path: Path, name: str,
 def test_of_a_folder_the_newest_whole_one_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, place: str
 ) -> None:
-    """A job that went back, or was resumed at its coordinator, failed although an older one was beside it."""
+    """A job that was resumed at its coordinator failed although an older one was beside it."""
     place = place.format(tmp_path)
     target = CheckpointTarget(str(tmp_path))
     for version in (6, 7):

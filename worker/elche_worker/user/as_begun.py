@@ -59,15 +59,24 @@ def read_own_modules(packages: str) -> None:
     installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")] + [packages] * bool(packages)
     below = tuple(os.path.join(folder, "") for folder in installed)
     for name, module in list(sys.modules.items()):
-        if name in _read or not isinstance(module, ModuleType) or name.partition(".")[0] in NOT_USERS:
+        if name in _read or name.partition(".")[0] in NOT_USERS:
             continue
-        # Not by `getattr`, at which a lazy module would load itself.
-        loader = getattr(object.__getattribute__(module, "__dict__").get("__spec__"), "loader", None)
+        loader = _loader_of(module)
         if not isinstance(loader, SourceFileLoader) or loader.name != name:
             continue
         if not loader.path.startswith(below) and not any(folder in loader.path for folder in INSTALLED):
             with suppress(OSError):
                 _read[name] = (loader.path, loader.get_data(loader.path).decode(EXACT))
+
+
+def _loader_of(module: object) -> object:
+    """The module's loader, asked for in a way at which a lazy module does not load itself; None if it has none, as what
+    libraries put in a module's place (cffi's has no `__dict__`).
+    """
+    try:
+        return getattr(object.__getattribute__(module, "__dict__").get("__spec__"), "loader", None)
+    except AttributeError:
+        return None
 
 
 class _Loader(SourceFileLoader):

@@ -99,7 +99,7 @@ class Startup:
                 return "the ranks have read different checkpoints; name one that all reach"
             self.resumed = one
         if self._past_attempts and (older := self.older_than_known):
-            return f"{older}: put it back there; elche resume begins from what is found"
+            return f"{older}: put a whole copy of it there; elche resume begins from what is found"
         return None
 
     @property

@@ -55,6 +55,10 @@ class IntervalSet:
         """True if the number is in it."""
         return self._end_of(number) is not None
 
+    def has(self, start: int, end: int) -> bool:
+        """True if all of [start, end) is in it."""
+        return start >= end or ((found := self._end_of(start)) is not None and end <= found)
+
     def end_of(self, number: int) -> int:
         """End of the interval with the number. Raises `ValueError` if it is not in the set."""
         end = self._end_of(number)

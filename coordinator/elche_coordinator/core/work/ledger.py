@@ -181,6 +181,12 @@ class Ledger:
             return self.size(epoch)
         return self._books[epoch].committed.size if epoch in self._books else 0
 
+    def is_committed(self, epoch: Epoch, offset: int, size: int) -> bool:
+        """True if all samples of the slice are committed."""
+        if epoch < self.epoch:
+            return True
+        return epoch in self._books and self._books[epoch].committed.has(offset, offset + size)
+
     @property
     def num_begun(self) -> int:
         """Number of epochs up to the last one with committed samples."""

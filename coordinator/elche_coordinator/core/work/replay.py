@@ -25,9 +25,9 @@ class Replay:
                     f"round {index} of the recording has {len(one.parts)} ranks, and the job has {len(ranks)}; "
                     "replay it with as many"
                 )
-        # A checkpoint lies at the end of a round, so its number of samples tells how many recorded rounds it includes:
-        # none if the recorded run itself was resumed from it.
-        self._next = self._skip(ledger.total_committed()) if self._includes(ledger) else 0
+        # A checkpoint may include none, such as the one from which the recorded run itself was resumed. One that ends
+        # within a round leaves a part of it that cannot be leased.
+        self._next = next((at for at, one in enumerate(self._rounds) if not _has(ledger, one)), len(self._rounds))
         self._leased = self._next
         """Rounds before this one are leased."""
         self._check(ledger)
@@ -42,28 +42,6 @@ class Replay:
                     _lease_part(copy, rank, part)
             except ValueError as error:
                 raise ValueError(f"round {index} of the recording does not fit the job: {error}") from None
-
-    def _includes(self, ledger: Ledger) -> bool:
-        """True if the books have the first recorded samples already, or there are none."""
-        first = next((one for part in self._rounds[0].parts for one in part.slices), None) if self._rounds else None
-        if first is None or first.epoch < ledger.epoch:
-            return True
-        committed = ledger.book(Epoch(first.epoch)).committed
-        return any(start <= first.offset < end for start, end in committed)
-
-    def _skip(self, num_samples: int) -> int:
-        """Index of the first round after `num_samples` samples. Raises `ValueError` if that is in the middle of a
-        round.
-        """
-        index, total = 0, 0
-        while total < num_samples and index < len(self._rounds):
-            total += self._rounds[index].num_samples
-            index += 1
-        if total != num_samples:
-            raise ValueError(
-                "the checkpoint does not lie at the end of a recorded round; is the recording another job's?"
-            )
-        return index
 
     @property
     def is_over(self) -> bool:
@@ -86,6 +64,12 @@ class Replay:
                 leases += [(rank, lease) for lease in _lease_part(ledger, rank, part)]
             self._leased += 1
         return leases
+
+
+def _has(ledger: Ledger, recorded: RecordedRound) -> bool:
+    """True if the books have the round."""
+    slices = [one for part in recorded.parts for one in part.slices]
+    return all(ledger.is_committed(Epoch(one.epoch), one.offset, one.size) for one in slices)
 
 
 def _lease_part(ledger: Ledger, rank: Rank, part: RankPart) -> list[Lease]:
