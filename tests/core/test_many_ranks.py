@@ -79,6 +79,31 @@ def test_what_a_death_costs_the_others_does_not_grow_with_the_square_of_their_nu
         assert many[kind] < 1.5 * few[kind], kind
 
 
+def test_a_report_costs_no_more_while_a_generation_is_being_abandoned() -> None:
+    """All ranks were counted with each: the deaths of ten of a thousand in a minute filled a core."""
+
+    def lines(num_ranks: int) -> int:
+        ranks = [RankModel(batch_ms=250 + rank, jitter_fraction=0.05) for rank in range(num_ranks)]
+        simulation = Simulation(settings=SETTINGS, ranks=ranks, check=False, sync_ms=50)
+        reports: list[BatchesTrained] = []
+        handle: Callable[..., list[Command]] = simulation.core.handle
+
+        def noting(event: Event, *, now_s: float) -> list[Command]:
+            if isinstance(event, BatchesTrained) and event.rank == 0:
+                reports.append(event)
+            return handle(event, now_s=now_s)
+
+        simulation.core.handle = noting  # type: ignore[method-assign]
+        simulation.run_until(lambda: len(simulation.rounds) >= 3)
+        simulation.kill(Rank(3))
+        generation = simulation.job.run.generation
+        assert generation is not None
+        simulation.run_until(lambda: generation.abandoned is not None)
+        return lines_run(lambda: handle(reports[-1], now_s=simulation.clock.now_s))
+
+    assert lines(MANY) < 1.5 * lines(FEW)
+
+
 def told_by(seed: int, num_looks: list[int]) -> list[Command]:
     """All that ranks whose speeds change are told, until some rounds are committed."""
     ranks = [RankModel(batch_ms=ms, jitter_fraction=0.1, changes=((3.0, 2.5 * ms),)) for ms in (50, 90, 140, 200, 75)]

@@ -243,8 +243,8 @@ class ManagedJob(PlacedJob):
             before, training = self.run.generation, self.run.training
             version = training.version if training is not None else None
             self._go_on(self.run.on_rounds(record, event, now_s), before, now_s)
-            is_whole = before is self.run.generation and before is not None and before.abandoned is None
-            if not is_whole or training is None or training.version != version:  # else the same ranks stay as before
+            is_same = self.run.generation is before and training is not None and training.version == version
+            if not is_same:  # else the same ranks stay as before, also while their generation is being abandoned
                 self._hold_or_go_on(now_s)
         elif not isinstance(event, BatchesTrained):  # ranks report batches until they leave
             self.refuse_now(event, "rounds are made only while it trains")
