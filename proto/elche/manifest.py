@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,20 @@ def newest_whole(path: Path, on_damaged: Callable[[DamagedCheckpoint], None]) ->
             break
         except DamagedCheckpoint as error:
             damaged[found.pop()] = error
+    tell_damaged(damaged, found, on_damaged)
+    return found[-1], manifest
+
+
+def tell_damaged(
+    damaged: Mapping[Path, DamagedCheckpoint], whole: Collection[Path], on_damaged: Callable[[DamagedCheckpoint], None]
+) -> None:
+    """Calls `on_damaged` for each damaged checkpoint, or raises the first that has no whole one beside it: training
+    would go on from another job's, or from the start.
+    """
     for folder, why in damaged.items():
-        if not any(one.parent == folder.parent for one in found):
+        if not any(one.parent == folder.parent for one in whole):
             raise why
         on_damaged(why)
-    return found[-1], manifest
 
 
 def checkpoints_in(path: Path, on_damaged: Callable[[Path, DamagedCheckpoint], None] | None = None) -> list[Path]:

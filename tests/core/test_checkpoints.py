@@ -38,6 +38,20 @@ def ended_here(simulation) -> None:
         process.is_alive = False
 
 
+OF_RESUMED = {"epochs": 2, "dataset_size": 6000, "averaging": "blocking", "checkpoint_every_minutes": 0.5 / 60}
+
+
+def resumed_run(simulate, num_saved: int):
+    """The checkpoint from which a run that was killed is resumed, and the recording of the rest."""
+    killed = simulate(ranks(5, 12), **OF_RESUMED)
+    killed.run_until(lambda: len(killed.saved) == num_saved)
+    ended_here(killed)
+    saved = list(killed.saved.values())[-1]
+    resumed = simulate(ranks(4, 12), **OF_RESUMED, resumed=saved)
+    resumed.run()
+    return saved, tuple(report.recorded for report in resumed.rounds if report.samples)
+
+
 # When a round becomes a checkpoint
 
 
@@ -300,15 +314,8 @@ def test_a_resumed_job_repeats_the_rest_of_a_recording(simulate, epoch):
 
 def test_the_recording_of_a_resumed_job_begins_at_its_checkpoint(simulate):
     """It was refused as another job's: `elche replay` repeated no run that `elche resume` had begun."""
-    options = {"epochs": 2, "dataset_size": 6000, "averaging": "blocking", "checkpoint_every_minutes": 0.5 / 60}
-    killed = simulate(ranks(5, 12), **options)
-    killed.run_until(lambda: len(killed.saved) == 2)
-    ended_here(killed)
-    saved = list(killed.saved.values())[-1]
-    resumed = simulate(ranks(6, 11), **options, resumed=saved)
-    resumed.run()
-    recorded = tuple(report.recorded for report in resumed.rounds if report.samples)
-    again = simulate(ranks(4, 12), **options, resumed=saved, replay=recorded)
+    saved, recorded = resumed_run(simulate, num_saved=2)
+    again = simulate(ranks(4, 12), **OF_RESUMED, resumed=saved, replay=recorded)
     again.run()
     rest = [report.recorded for report in again.rounds if report.samples]
     assert [_what(one, False) for one in rest] == [_what(one, False) for one in recorded]
@@ -317,19 +324,12 @@ def test_the_recording_of_a_resumed_job_begins_at_its_checkpoint(simulate):
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_a_replay_of_a_resumed_job_that_resumes_repeats_the_rest(simulate, epoch):
     """The samples before its recording counted as recorded rounds, so that it was refused as another job's."""
-    options = {"epochs": 2, "dataset_size": 6000, "averaging": "blocking", "checkpoint_every_minutes": 0.5 / 60}
-    killed = simulate(ranks(4, 12), **options)
-    killed.run_until(lambda: len(killed.saved) == 1)
-    ended_here(killed)
-    saved = list(killed.saved.values())[-1]
-    resumed = simulate(ranks(4, 12), **options, resumed=saved)
-    resumed.run()
-    recorded = tuple(report.recorded for report in resumed.rounds if report.samples)
-    replay = simulate(ranks(4, 12), **options, resumed=saved, replay=recorded)
+    saved, recorded = resumed_run(simulate, num_saved=1)
+    replay = simulate(ranks(4, 12), **OF_RESUMED, resumed=saved, replay=recorded)
     replay.run_until(lambda: bool(replay.saved) and epoch_of(list(replay.saved.values())[-1]) == epoch)
     ended_here(replay)
     newest = list(replay.saved.values())[-1]
-    again = simulate(ranks(4, 12), **options, resumed=newest, replay=recorded)
+    again = simulate(ranks(4, 12), **OF_RESUMED, resumed=newest, replay=recorded)
     again.run()
     rest = [_what(report.recorded, False) for report in again.rounds if report.samples]
     num_left = 12000 - json.loads(newest.training)["samples"]

@@ -20,7 +20,17 @@ class Held:
 held = Held()
 """
 AT_EXIT = "import atexit\natexit.register(lambda: print(__import__('json').__name__))"
-THREAD = "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print('done'))).start()"
+THREAD = """
+import threading
+
+
+def outlive():
+    threading.main_thread().join()
+    print("done")
+
+
+threading.Thread(target=outlive).start()
+"""
 
 
 @pytest.mark.parametrize(

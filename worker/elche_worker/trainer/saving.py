@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from elche.errors import InvalidJob, Misuse
-from elche.manifest import MANIFEST, DamagedCheckpoint, checkpoints_in, read_manifest
+from elche.manifest import MANIFEST, DamagedCheckpoint, checkpoints_in, read_manifest, tell_damaged
 from elche.output import notice
 from elche_worker.model.checkpoint import (
     About,
@@ -200,10 +200,7 @@ def _load_own(path: Path, number: int) -> Loaded | None:
             loaded = load(str(written[-1]))
         except DamagedCheckpoint as error:
             damaged[written.pop()] = error
-    for folder, why in damaged.items():
-        if not any(one.parent == folder.parent for one in written):
-            raise why
-        notice(why)
+    tell_damaged(damaged, written, notice)
     return loaded
 
 
