@@ -213,8 +213,8 @@ class PlayedRank:
         """Generations in which it sends the digest of headers."""
         self._unreported_headers: dict[int, tuple[int, list[rank_pb2.HeaderRow]]] = {}
         """Generation and rows by round, whose digest alone was sent (protocol P5.5)."""
-        self._to_abandon: int | None = None
-        """A generation to abandon once the batch is made."""
+        self._to_abandon: rank_pb2.Abandon | None = None
+        """The command to abandon a generation, followed once the batch is made."""
         self._world = world
         self.figures = world.figures
         self._batch_s = world.course.batch_s[number]
@@ -333,7 +333,7 @@ class PlayedRank:
                 self._unreported_headers.pop(response.round_outcome.round, None)
             case "abandon":
                 self._world.break_off(response.abandon.generation)
-                self._to_abandon = response.abandon.generation
+                self._to_abandon = response.abandon
             case "welcome":
                 self._open(response.welcome, outgoing)
             case "taken":
@@ -480,9 +480,9 @@ class PlayedRank:
         self.say("sync_ack", own)
         self._go_on()
 
-    def _abandon(self, generation: int) -> None:
+    def _abandon(self, command: rank_pb2.Abandon) -> None:
         """Ends the generation between two batches: the work of a round that runs belongs to the next one."""
-        self._to_abandon = None
+        self._to_abandon, generation = None, command.generation
         if self._entered is not None and self._entered[1] == generation:
             round_id, _, samples, batches, compute_s, _ = self._entered
             self._entered = None
@@ -493,11 +493,11 @@ class PlayedRank:
             self.say("round_failed", failed)
         self._targets = {round_id: target for round_id, target in self._targets.items() if target[1] != generation}
         for round_id, (of, rows) in list(self._unreported_headers.items()):
-            if of == generation:
+            if of == generation and not command.keeps_headers:
                 del self._unreported_headers[round_id]
                 reported = rank_pb2.HeaderReported(round=round_id, generation=of, header=rows)
                 self.say("header_reported", reported)
-        self.say("abandoned", rank_pb2.Abandoned(generation=generation))
+        self.say("abandoned", rank_pb2.Abandoned(generation=generation, keeps_headers=command.keeps_headers))
 
 
 async def _requests(outgoing: "asyncio.Queue[bytes | None]") -> AsyncIterator[bytes]:

@@ -1,14 +1,16 @@
 """One member sends a round's header, and the others its digest: what all ranks bring is not sent by all ranks."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from elche.header import header_digest
 from elche_coordinator.core.jobs import membership
-from elche_coordinator.core.messages.commands import SendFormGroup, SessionCommand
-from elche_coordinator.core.messages.events import HeaderReported, ResultReceived
+from elche_coordinator.core.messages.commands import SendAbandon, SendFormGroup, SessionCommand
+from elche_coordinator.core.messages.events import GenerationAbandoned, HeaderReported, ResultReceived
+from elche_coordinator.core.messages.ids import RoundId
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.messages.spec import HeaderRow
 from elche_coordinator.simulator.collective import Fate
@@ -82,32 +84,78 @@ def test_another_digest_than_that_of_the_rows_fails_the_job(simulate, short) -> 
     assert "ranks 0 and 1 received different headers in round 4" in result.error
 
 
-@every_way
-@pytest.mark.parametrize(
-    "fates", list(itertools.product(Fate, repeat=2)), ids=lambda fates: "-".join(one.name for one in fates)
-)
-def test_who_was_to_send_the_rows_dies_in_a_round_that_others_have(simulate, short, policy, averaging, fates) -> None:
-    """They send the rows when the generation is given up; without them what they have could not be committed."""
-    simulation = simulate(ranks(*THREE), policy=policy, averaging=averaging, sync_ms=20.0, build_ms=10.0)
+def at_the_end_of_a_round(simulation: WatchedSimulation, then: Callable[[], None], *fates: Fate) -> RoundId:
+    """Runs until all ranks are in a round, and calls `then` as its collective ends, with these fates of the ranks.
+    Returns the round.
+    """
 
     def is_under_way() -> bool:
         opened = simulation.generation.rounds
         return bool(opened) and len(opened[0].entered) == len(opened[0].targets) and not opened[0].results
 
     simulation.run_until(lambda: len(simulation.rounds) > 3 and is_under_way())
-    opened, left = simulation.generation.rounds[0], iter((Fate.BLOCKS, *fates))
+    opened, left = simulation.generation.rounds[0], iter(fates)
 
-    def dies_as_it_ends(round_id) -> bool:
+    def ends(round_id: RoundId) -> bool:
         if round_id == opened.id:
-            simulation.kill(0)
+            then()
         return False
 
-    simulation.collective.breaks = dies_as_it_ends
+    simulation.collective.breaks = ends
     simulation.collective.fate = lambda: next(left, Fate.BLOCKS)
+    return opened.id
+
+
+def until_the_next_group(simulation: WatchedSimulation) -> None:
     simulation.run_until(lambda: simulation.generation.abandoned is None and simulation.generation.id > 1)
-    is_there = [report.round for report in simulation.rounds if report.round == opened.id]
+
+
+@every_way
+@pytest.mark.parametrize(
+    "fates", list(itertools.product(Fate, repeat=2)), ids=lambda fates: "-".join(one.name for one in fates)
+)
+def test_who_was_to_send_the_rows_dies_in_a_round_that_others_have(simulate, short, policy, averaging, fates) -> None:
+    """One of them sends the rows when it is asked; without these what they have could not be committed."""
+    simulation = simulate(ranks(*THREE), policy=policy, averaging=averaging, sync_ms=20.0, build_ms=10.0)
+    round_id = at_the_end_of_a_round(simulation, lambda: simulation.kill(0), Fate.BLOCKS, *fates)
+    until_the_next_group(simulation)
+    is_there = [report.round for report in simulation.rounds if report.round == round_id]
     assert len(is_there) == (Fate.RECEIVES in fates)
-    assert {one.round for one in simulation.events(HeaderReported)} >= set(is_there)
+    assert [one.round for one in simulation.events(HeaderReported)] == is_there
+    succeeds(simulation)
+
+
+def test_who_is_asked_for_the_rows_dies_too(simulate, short) -> None:
+    """The next member that has the round is asked."""
+    simulation = simulate(ranks(*THREE), sync_ms=20.0, build_ms=10.0)
+    round_id = at_the_end_of_a_round(simulation, lambda: simulation.kill(0), Fate.BLOCKS, Fate.RECEIVES, Fate.RECEIVES)
+    simulation.run_until(lambda: any(not one.keeps_headers for one in simulation.sent(SendAbandon)))
+    asked = next(one.rank for one in simulation.sent(SendAbandon) if not one.keeps_headers)
+    simulation.kill(asked)
+    until_the_next_group(simulation)
+    assert [one.round for one in simulation.rounds if one.round == round_id]
+    assert {one.rank for one in simulation.events(HeaderReported)} - {asked} == {1, 2} - {asked}
+    succeeds(simulation)
+
+
+def test_an_answer_that_comes_again_is_not_taken_for_the_one_with_the_rows(simulate, short) -> None:
+    simulation = simulate(ranks(*THREE), sync_ms=20.0, build_ms=10.0)
+    round_id = at_the_end_of_a_round(simulation, lambda: simulation.kill(0), Fate.BLOCKS, Fate.RECEIVES, Fate.FAILS)
+    simulation.run_until(lambda: any(not one.keeps_headers for one in simulation.sent(SendAbandon)))
+    asked = next(one.rank for one in simulation.sent(SendAbandon) if not one.keeps_headers)
+    simulation.handle(next(one for one in simulation.events(GenerationAbandoned) if one.rank == asked))
+    until_the_next_group(simulation)
+    assert [one.round for one in simulation.rounds if one.round == round_id]
+    succeeds(simulation)
+
+
+def test_a_death_of_another_needs_no_more_rows(simulate, short) -> None:
+    """If each member sent the rows of all, a death would cost work that grows with the square of their number."""
+    simulation = simulate(ranks(*THREE), sync_ms=20.0, build_ms=10.0)
+    at_the_end_of_a_round(simulation, lambda: simulation.kill(2), Fate.RECEIVES, Fate.RECEIVES, Fate.BLOCKS)
+    until_the_next_group(simulation)
+    assert len(simulation.sent(SendAbandon)) == 2
+    assert not list(simulation.events(HeaderReported))
     succeeds(simulation)
 
 

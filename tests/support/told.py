@@ -139,8 +139,8 @@ class Rank:
         )
         self.tell(sync_now=message)
 
-    def abandon(self, generation: int) -> None:
-        self.tell(abandon=rank_pb2.Abandon(generation=generation))
+    def abandon(self, generation: int, *, keeps_headers: bool = False) -> None:
+        self.tell(abandon=rank_pb2.Abandon(generation=generation, keeps_headers=keeps_headers))
 
     def lease(self, num_batches: int) -> None:
         size = num_batches * BATCH_SIZE

@@ -1,4 +1,4 @@
-"""A rank that need not send the rows of a header sends its digest, and the rows when the generation is given up."""
+"""A rank that need not send the rows of a header sends its digest, and the rows when it is asked for them."""
 
 from collections.abc import Callable
 
@@ -54,6 +54,16 @@ def test_the_rows_are_said_before_the_generation_is_over(rank: Rank) -> None:
     assert (reported.round, reported.generation) == (2, 2)
     assert header_digest(reported.header) == ack.header_digest
     assert reported.header[0].local_step == 1
+
+
+def test_rows_are_kept_until_they_are_asked_for(rank: Rank) -> None:
+    until_acknowledged(rank, 2, 2)
+    rank.abandon(2, keeps_headers=True)
+    rank.said.wait("abandoned")
+    assert not rank.said.all("header_reported")
+    rank.abandon(2)
+    rank.said.wait("abandoned", 2)
+    assert rank.said.of_rounds()[-3:] == ["abandoned 2", "header_reported 2", "abandoned 2"]
 
 
 def test_the_rows_of_a_committed_round_are_not_kept(rank: Rank) -> None:

@@ -160,8 +160,13 @@ class SyntheticRank:
                 self._collective.join(command.generation, self, command.world_size, is_relayed=command.backend == "cpu")
             case commands.SendAbandon():
                 self._abandon(command.generation)
-                self._report_headers(command.generation)
-                self._send(events.GenerationAbandoned(**self.address, generation=command.generation))
+                if not command.keeps_headers:
+                    self._report_headers(command.generation)
+                self._send(
+                    events.GenerationAbandoned(
+                        **self.address, generation=command.generation, keeps_headers=command.keeps_headers
+                    )
+                )
             case commands.SendEpochMetrics():
                 self._send(events.EpochMetricsTaken(**self.address, epoch=command.report.epoch))
             case commands.SendKeepBest():
@@ -251,7 +256,6 @@ class SyntheticRank:
         if self.is_alive and self.is_in(entry):
             self.give_up(round_id, entry)
             self._abandon(entry.generation)
-            self._report_headers(entry.generation)
             reason = "a collective failed"
             self._send(events.GenerationAbandoned(**self.address, generation=entry.generation, reason=reason))
 

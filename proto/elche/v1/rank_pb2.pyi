@@ -1169,8 +1169,8 @@ Global___SyncAck: _TypeAlias = SyncAck  # noqa: Y015
 
 @_typing.final
 class HeaderReported(_message.Message):
-    """From a rank, before `Abandoned`: the rows of a header whose digest alone it had sent, of each round that the
-    coordinator has not said to be committed (protocol P5.5). The member that was to send the rows may be lost.
+    """From a rank that `Abandon` asks for it, before `Abandoned`: the rows of a header whose digest alone it had sent, of each
+    round that the coordinator has not said to be committed (protocol P5.5).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1288,19 +1288,23 @@ class Abandoned(_message.Message):
 
     GENERATION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    KEEPS_HEADERS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """The generation."""
     reason: _builtins.str
     """Why, as text for people, when the rank was not asked: its group could not be formed, or a collective failed. Else empty."""
+    keeps_headers: _builtins.bool
+    """As in the Abandon that this answers: an answer that is repeated is not taken for that to a second one."""
     def __init__(
         self,
         *,
         generation: _builtins.int = ...,
         reason: _builtins.str = ...,
+        keeps_headers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "keeps_headers", b"keeps_headers", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1932,22 +1936,26 @@ Global___Probe: _TypeAlias = Probe  # noqa: Y015
 @_typing.final
 class Abandon(_message.Message):
     """From the coordinator to every member, as one is lost: give a generation up, enter none of its rounds any more, end
-    its collective, and answer with Abandoned (protocol P18).
+    its collective, and answer with Abandoned (protocol P18). One member may be asked again, for headers (P5.5).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     GENERATION_FIELD_NUMBER: _builtins.int
+    KEEPS_HEADERS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """The generation."""
+    keeps_headers: _builtins.bool
+    """The rank need not say the rows of headers whose digest alone it had sent (HeaderReported): it keeps them."""
     def __init__(
         self,
         *,
         generation: _builtins.int = ...,
+        keeps_headers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "keeps_headers", b"keeps_headers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

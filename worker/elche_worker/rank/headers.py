@@ -34,8 +34,8 @@ class Headers:
         self._unreported = {one: kept for one, kept in self._unreported.items() if one > round_id}
 
     def take_unreported(self, generation: int) -> list[rank_pb2.HeaderReported]:
-        """Removes and returns the unsent rows of the generation's uncommitted rounds. They are sent before `Abandoned`,
-        since the coordinator may need them to commit, and the member that sends rows may be lost.
+        """Removes and returns the unsent rows of the generation's uncommitted rounds. The coordinator asks for them when
+        it needs them to commit, and the member that sends rows is lost.
         """
         reported = [
             rank_pb2.HeaderReported(round=round_id, generation=of, header=map(_message, rows))
@@ -43,7 +43,6 @@ class Headers:
             if of == generation
         ]
         self._unreported = {one: kept for one, kept in self._unreported.items() if kept[0] != generation}
-        self._send_digests.discard(generation)
         return reported
 
 

@@ -213,7 +213,7 @@ class RankLoop:
                 case "form_group":
                     self._join(command.form_group)
                 case "abandon":
-                    self._abandon(command.abandon.generation)
+                    self._abandon(command.abandon)
                 case "shutdown" | "clock" | "ping" | "probe" | "welcome" | "taken":
                     pass  # handled on the session's thread
                 case "save_checkpoint" | "pause_loop" | None as name:  # the first two are for a loop of the user's own
@@ -349,21 +349,26 @@ class RankLoop:
         self._averaging.abandon(generation)
         self._group.abandon(generation)
 
-    def _abandon(self, generation: int) -> None:
+    def _abandon(self, command: rank_pb2.Abandon) -> None:
         """Abandons a generation: ends its round if one runs, reports the round's outcome, and enters no other round of
-        it. The outcome is sent before `Abandoned`, on which the coordinator decides the generation's open rounds.
+        it. The outcome is sent before `Abandoned`, on which the coordinator decides the generation's open rounds. A
+        second `Abandon` asks for the headers that the first one has left here.
         """
+        generation = command.generation
         group = self._replica.generations.in_use
         if self._averaging.is_running and group is not None and group.generation == generation:
             self._apply_result()
         self._replica.generations.forget(generation)
-        self._report_abandoned(generation, "")
+        if not command.keeps_headers:
+            for reported in self._headers.take_unreported(generation):
+                self._session.send(rank_pb2.ConverseRequest(header_reported=reported))
+        self._report_abandoned(generation, "", keeps_headers=command.keeps_headers)
 
-    def _report_abandoned(self, generation: int, reason: str) -> None:
+    def _report_abandoned(self, generation: int, reason: str, *, keeps_headers: bool = True) -> None:
         self._rounds.abandon(generation)
-        for reported in self._headers.take_unreported(generation):
-            self._session.send(rank_pb2.ConverseRequest(header_reported=reported))
-        abandoned = rank_pb2.Abandoned(generation=generation, reason=sendable(reason[:MAX_REASON_CHARS]))
+        abandoned = rank_pb2.Abandoned(
+            generation=generation, reason=sendable(reason[:MAX_REASON_CHARS]), keeps_headers=keeps_headers
+        )
         self._session.send(rank_pb2.ConverseRequest(abandoned=abandoned))
 
     def _rest(self) -> None:

@@ -204,7 +204,7 @@ class Membership:
         if standing is not None and standing.abandoned is None:
             standing.abandoned = {}
             for record in present(standing.members).values():
-                self._outbox.add(SendAbandon(**record.address(self._outbox.job_id), generation=standing.id))
+                self._send_abandon(standing, record, keeps_headers=True)
         self.forming = None  # its members may have changed: another one is formed afterwards
         return self._resolve(now_s)
 
@@ -236,8 +236,9 @@ class Membership:
                 )
             if failure := self.abandon(now_s):
                 return failure
-        # a report with a reason is the rank's own; only its later answer to `SendAbandon` counts
-        if not event.reason and standing.abandoned is not None:
+        # a report with a reason is the rank's own; only its later answer to `SendAbandon` counts, and to the last of two
+        is_repeated = event.keeps_headers and record.rank in standing.asked_for_headers
+        if not event.reason and not is_repeated and standing.abandoned is not None:
             standing.abandoned[record.rank] = None
         return self._resolve(now_s)
 
@@ -295,6 +296,8 @@ class Membership:
         if standing is None or not standing.is_abandoned or self.forming is not None:
             return None
         num_rounds, apart = standing.split()
+        if standing.lacks_header(num_rounds) and self._ask_for_headers(standing, apart):
+            return None
         # Before the rounds commit: a rank that is replaced must get no outcome, evaluation or checkpoint of them.
         for record in apart:
             self._roster.stop(record)
@@ -314,3 +317,20 @@ class Membership:
                 failure = failure or self._dismiss(record)
         self.form({rank: record for rank, record in there.items() if record.phase is not RankPhase.STARTING})
         return failure
+
+    def _ask_for_headers(self, standing: Generation, apart: list[RankRecord]) -> bool:
+        """Asks a member that has the rounds to commit for their headers, since who was to send the rows is lost
+        (protocol P5.5). Returns False if all have been asked.
+        """
+        assert standing.abandoned is not None
+        for record in present(standing.members).values():
+            if record not in apart and record.rank not in standing.asked_for_headers:
+                standing.asked_for_headers.add(record.rank)
+                del standing.abandoned[record.rank]  # it answers once more
+                self._send_abandon(standing, record, keeps_headers=False)
+                return True
+        return False
+
+    def _send_abandon(self, standing: Generation, record: RankRecord, *, keeps_headers: bool) -> None:
+        address = record.address(self._outbox.job_id)
+        self._outbox.add(SendAbandon(**address, generation=standing.id, keeps_headers=keeps_headers))

@@ -147,6 +147,8 @@ class SendAbandon(RankCommand):
     """Enter no more rounds of the generation, abort its collective, and answer `GenerationAbandoned`."""
 
     generation: GenerationId
+    keeps_headers: bool = False
+    """True if it need not send the rows of headers whose digest alone it had sent (`HeaderReported`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,6 +157,8 @@ class GenerationAbandoned(RankEvent):
     generation: GenerationId
     reason: str = ""
     """The reason, if it was not ordered: its group could not be formed, or a collective failed."""
+    keeps_headers: bool = False
+    """As in the `SendAbandon` that it answers: an answer that is repeated is not taken for that to a second one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

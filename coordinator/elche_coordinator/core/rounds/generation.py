@@ -53,6 +53,8 @@ class Generation:
         """Reason for which its group could not form, while its members test their links; else empty."""
         self.abandoned: dict[Rank, None] | None = None
         """Members that have abandoned it; None unless it is being abandoned."""
+        self.asked_for_headers: set[Rank] = set()
+        """Members that were asked for the rows of headers, since it is being abandoned and nobody has sent them."""
         self.scheduler = RoundScheduler(generation, members, training, outbox)
         """Has its open rounds."""
         self.is_closing = False
@@ -110,6 +112,10 @@ class Generation:
                 return failure
         self.rounds.clear()
         return None
+
+    def lacks_header(self, num_rounds: int) -> bool:
+        """True if nobody has sent the header of one of the first `num_rounds` open rounds that were not given up."""
+        return any(not opened.header for opened in self._not_given_up[:num_rounds])
 
     def split(self) -> tuple[int, list[RankRecord]]:
         """Returns the number of open rounds to commit, and the present members that have received more or fewer than
