@@ -34,7 +34,7 @@ class Headers:
         self._unreported = {one: kept for one, kept in self._unreported.items() if one > round_id}
 
     def take_unreported(self, generation: int) -> list[rank_pb2.HeaderReported]:
-        """Removes and returns the unsent rows of the generation's uncommitted rounds. The coordinator asks for them when
+        """Removes and returns the unsent rows of the generation's uncommitted rounds. The coordinator asks for them if
         it needs them to commit, and the member that sends rows is lost.
         """
         reported = [

@@ -236,7 +236,7 @@ class Membership:
                 )
             if failure := self.abandon(now_s):
                 return failure
-        # a report with a reason is the rank's own; only its later answer to `SendAbandon` counts, and to the last of two
+        # A report with a reason is the rank's own. Only its later answer to `SendAbandon` counts; of two, to the second.
         is_repeated = event.keeps_headers and record.rank in standing.asked_for_headers
         if not event.reason and not is_repeated and standing.abandoned is not None:
             standing.abandoned[record.rank] = None
