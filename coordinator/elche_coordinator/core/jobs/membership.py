@@ -236,7 +236,7 @@ class Membership:
                 )
             if failure := self.abandon(now_s):
                 return failure
-        # A report with a reason is the rank's own. Only its later answer to `SendAbandon` counts; of two, to the second.
+        # A report with a reason is the rank's own. Its later answer to `SendAbandon` counts; of two, the second one.
         is_repeated = event.keeps_headers and record.rank in standing.asked_for_headers
         if not event.reason and not is_repeated and standing.abandoned is not None:
             standing.abandoned[record.rank] = None
