@@ -341,10 +341,8 @@ class Driver:
                     self.sources.text(command.spec.source_hash)  # raises for one that is lost
                     codec.start_rank(command, "", "")  # raises for what no message can carry
                     message: Any = StartOrder(command)
-                case StopRank():
-                    message = codec.stop_rank(command)
-                case AskStacks():
-                    message = codec.ask_stacks(command)
+                case StopRank() | AskStacks():
+                    message = codec.agent_order(command)
                 case RankCommand():
                     message = codec.rank_response(command)
                 case _:

@@ -8,8 +8,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import grpc
-
 from elche.errors import InvalidJob, UnknownJob
 from elche.v1 import job_pb2, job_pb2_grpc
 from elche_coordinator import codec
@@ -20,6 +18,7 @@ from elche_coordinator.core.describe import JobView
 from elche_coordinator.driver import Driver
 from elche_coordinator.job_states import DECIDED
 from elche_coordinator.limits.budgets import MAX_LOGS, MAX_LOGS_OF_CALLER, Budget
+from elche_coordinator.limits.releasing import Context
 from elche_coordinator.roles import CALLER, HAS_CHANGED
 from elche_coordinator.services import requests
 from elche_coordinator.services.faults import Faults
@@ -40,7 +39,6 @@ MAX_PAGE = 200
 PAGE_BYTES = 2 << 20
 """Approximate size of one answer."""
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Item = TypeVar("Item")
 
 

@@ -18,11 +18,10 @@ from elche.ready import MAX_TENSORS, MAX_TENSORS_CHARS
 from elche.samples import MAX_FIGURES, MAX_VALUES, NUM_POSITIONS
 from elche.settings import SETTINGS
 from elche.status import answering
-from elche_coordinator.limits.releasing import kind_of
+from elche_coordinator.limits.releasing import Context, kind_of
 
 log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Check = Callable[[Any], str]
 """Returns the problem of a value as text; empty when it has none."""
 
