@@ -18,8 +18,8 @@ from elche_coordinator.core.messages.events import (
 )
 from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, Outcome, RoundReport, UserEvent
-from elche_coordinator.simulator.saved import Saved
 from elche_coordinator.simulator.simulation import RankModel
+from elche_coordinator.simulator.synthetic import Saved
 from support.rounds import every_way
 from support.watched import ranks, state_of
 
@@ -175,7 +175,7 @@ def test_everything_dies_at_any_moment_and_goes_on(simulate, policy, averaging, 
         resumed = max(simulation.saved.values(), key=lambda one: one.name, default=resumed)
     assert simulation.job.result.outcome is Outcome.SUCCEEDED, simulation.job.reason
     simulation.assert_exactly_once()
-    assert simulation.job.run.attempt == 1 + (json.loads(resumed.training)["attempt"] if resumed else 0)
+    assert simulation.job.attempt == 1 + (json.loads(resumed.training)["attempt"] if resumed else 0)
 
 
 def first_checkpoint(simulate, **options):

@@ -57,6 +57,7 @@ from elche_coordinator.core.records.fleet import AgentRecord, Fleet
 from elche_coordinator.core.records.machine import JobPhase, RankPhase, Refused
 from elche_coordinator.core.records.outbox import Refusal
 from elche_coordinator.core.records.ranks import Address, RankRecord, present
+from elche_coordinator.core.rounds.generation import Generation
 
 
 class Coordinator:
@@ -266,10 +267,10 @@ class Coordinator:
 
     def explanation(self, job_id: JobId) -> str:
         """The reason of the next round's plan, or of the job's state. Raises `KeyError` for an unknown job."""
-        job, training = self.jobs[job_id], self.trainings.get(job_id)
+        job, generation = self.jobs[job_id], self._generation(job_id)
         if job.phase is JobPhase.QUEUED:
             return self._placing.reason(self.placed[job_id])
-        return (training.run.explanation if training is not None else "") or job.reason
+        return job.reason if generation is None else generation.scheduler.reason
 
     def addresses(self, job_id: JobId) -> list[Address]:
         """The processes of the job's ranks, in rank order. Raises `KeyError` for an unknown job."""
@@ -342,16 +343,25 @@ class Coordinator:
         """A rank's position among the members of an open round, and their number. None if it is no member, or another
         member has lost the round.
         """
-        training = self.trainings.get(address["job_id"])
-        record = training.ranks.get(address["rank"]) if training else None
-        if training is None or record is None or record.incarnation != address["incarnation"] or record.is_ending:
+        standing = self._generation(address["job_id"])
+        opened = standing.open_round(round_id, generation) if standing is not None else None
+        record = standing.members.get(address["rank"]) if standing is not None else None
+        if record is None or record.incarnation != address["incarnation"] or record.is_ending:
             return None
-        return training.run.position_in_round(record, generation, round_id)
+        if opened is None or opened.failures:
+            return None
+        return list(opened.targets).index(record.rank), len(opened.targets)
 
     def has_lost_round(self, job_id: JobId, generation: GenerationId, round_id: RoundId) -> bool:
         """True if a member will not receive the result of a job's open round."""
+        standing = self._generation(job_id)
+        opened = standing.open_round(round_id, generation) if standing is not None else None
+        return opened is not None and bool(opened.failures)
+
+    def _generation(self, job_id: JobId) -> Generation | None:
+        """The generation of a training that makes rounds; None if there is none."""
         training = self.trainings.get(job_id)
-        return training is not None and training.run.has_lost(generation, round_id)
+        return training.run.generation if training is not None else None
 
     # Events
 

@@ -57,7 +57,6 @@ class AttachedLoop(Loop):
         return self.spec.num_ranks
 
     def on_work(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
-        """Handles a rank's reports of its loop."""
         match event:
             case SessionOpened():
                 self._joined.add(record.rank)

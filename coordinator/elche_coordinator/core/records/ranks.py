@@ -316,8 +316,5 @@ def present(ranks: RankRecords) -> RankRecords:
 def fastest(members: RankRecords) -> Rank:
     """The present rank with the shortest batches; the first of equal or unmeasured ones."""
     there = present(members) or members
-    return min(there.values(), key=lambda record: (_speed(record), record.rank)).rank
-
-
-def _speed(record: RankRecord) -> float:
-    return inf if record.ms_per_batch is None else record.ms_per_batch
+    times = {rank: inf if record.ms_per_batch is None else record.ms_per_batch for rank, record in there.items()}
+    return min(there, key=lambda rank: (times[rank], rank))
