@@ -24,8 +24,8 @@ from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.records.ranks import RankRecord
 from elche_coordinator.core.results.tally import EpochTally, Mark, bound_samples_per_s
 from elche_coordinator.core.results.training import MAX_DISCARDED
-from elche_coordinator.simulator.saved import Saved
 from elche_coordinator.simulator.simulation import RankModel
+from elche_coordinator.simulator.synthetic import Saved
 from support.rounds import numbered
 from support.watched import LONG_ROUNDS, WatchedSimulation, ranks
 

@@ -118,13 +118,13 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
 
     def _note_arrival(self, agent_id: AgentId, stream: AnyStream) -> None:
         """Notes whether orders reach a host: jobs are placed on others meanwhile, and those that start there say so."""
+        host = self._driver.core.fleet.agents.get(agent_id)
+        before = problem = host.problem if host is not None else ""
         if stream.num_in_vain >= MANY_IN_VAIN:
             problem = UNREACHED
-        elif not stream.num_in_vain and self._problem(agent_id) == UNREACHED:
+        elif not stream.num_in_vain and before == UNREACHED:
             problem = ""
-        else:
-            return
-        if self._problem(agent_id) != problem:
+        if problem != before:
             self._driver.handle(self._fitness(agent_id, problem))
 
     def _fitness(self, agent_id: AgentId, problem: str) -> HostFitnessChanged:
@@ -136,10 +136,6 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             else:
                 log.info("agent=%s host=%s can start ranks again", agent_id, host.host)
         return HostFitnessChanged(agent_id=agent_id, problem=problem)
-
-    def _problem(self, agent_id: AgentId) -> str:
-        host = self._driver.core.fleet.agents.get(agent_id)
-        return host.problem if host is not None else ""
 
     def _has(self, event: RankExited | StacksReported) -> bool:
         """True if the event's process is on its agent's host. Of others, the core takes in nothing that an agent says,

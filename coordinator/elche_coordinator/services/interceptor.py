@@ -18,6 +18,7 @@ from elche_coordinator.access.credentials import Credentials
 from elche_coordinator.access.tokens import Grant
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
+from elche_coordinator.limits.backlog import Turns
 from elche_coordinator.limits.budgets import (
     FILE_CALLS,
     FOLDER_CALL,
@@ -45,7 +46,6 @@ from elche_coordinator.limits.budgets import (
 from elche_coordinator.limits.processor import Processor
 from elche_coordinator.limits.receiving import Receiving
 from elche_coordinator.limits.releasing import Context, kind_of
-from elche_coordinator.limits.turns import Turns
 from elche_coordinator.roles import CALLER, CHANGES, HAS_CHANGED, NEEDED, Caller
 from elche_coordinator.services.validation import MAX_RANKS, NUM_RANKS
 from elche_coordinator.streams.streams import Superseded
