@@ -5,7 +5,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, assert_never, cast
 
 from google.protobuf.message import Message
@@ -103,7 +102,11 @@ class Driver:
         self._clock_offset_s = 0.0
         """Seconds by which the core's clock is ahead of the event loop's, which differs between machines."""
         in_loop = self._loop.call_soon_threadsafe
-        self.writer = Writer(store, partial(in_loop, self._on_written), partial(in_loop, self._fail_later))
+        self.writer = Writer(
+            store,
+            lambda last: in_loop(self._on_written, last),
+            lambda job_id, reason: in_loop(self._fail_later, job_id, reason),
+        )
         self._rows = JobRows(self.core)
         self._snapshots = Snapshots(self.core, self.streams, () if recorded is None else recorded.saved)
         self.sources = Sources(store.load_source, store.source_sizes())

@@ -521,7 +521,7 @@ def test_old_news_of_checkpoints_and_evaluations_changes_nothing(simulate):
     simulation.run_until(lambda: len(simulation.rounds) == 3)
     record = simulation.job.ranks[Rank(1)]
     before = state_of(simulation.job)
-    address = record.address(JobId("job"))
+    address = record.address
     simulation.handle(CheckpointFailed(**address, version=3, reason="?"))
     simulation.handle(EvaluationDone(**address, epoch=0, sums={"a": (1.0, 1)}, duration_ms=1.0))
     assert state_of(simulation.job) == before

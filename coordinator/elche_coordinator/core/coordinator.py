@@ -76,7 +76,6 @@ class Coordinator:
         self.jobs: dict[JobId, Job] = {}
         """Trainings and loops, oldest first."""
         self.trainings: dict[JobId, ManagedJob] = {}
-        self.loops: dict[JobId, Loop] = {}
         self.placed: dict[JobId, PlacedJob] = {}
         """Trainings and submitted loops, which get slots."""
         self._num_placed = 0
@@ -150,7 +149,7 @@ class Coordinator:
 
     def tables(self) -> dict[str, dict[JobId, Any]]:
         """The attributes that contain jobs, by name."""
-        return {"jobs": self.jobs, "trainings": self.trainings, "loops": self.loops, "placed": self.placed}
+        return {"jobs": self.jobs, "trainings": self.trainings, "placed": self.placed}
 
     def living_keys(self) -> dict[str, JobId]:
         """The keys of jobs that have not ended."""
@@ -166,11 +165,8 @@ class Coordinator:
         self.jobs[job.id] = job
         if job.key:
             self.keys[job.key] = job.id
-        match job:
-            case ManagedJob():
-                self.trainings[job.id] = job
-            case Loop():
-                self.loops[job.id] = job
+        if isinstance(job, ManagedJob):
+            self.trainings[job.id] = job
         if isinstance(job, PlacedJob):
             self._num_placed += 1
             job.number = self._num_placed
@@ -203,10 +199,7 @@ class Coordinator:
             return None
         if job.result is not None and (kept := self._kept_views.get(job_id)) is not None:
             return kept
-        if (training := self.trainings.get(job_id)) is not None:
-            view = describe_training(training, now_s)
-        else:
-            view = describe_loop(self.loops[job_id], now_s)
+        view = describe_loop(job, now_s) if isinstance(job, Loop) else describe_training(self.trainings[job_id], now_s)
         placed = self.placed.get(job_id)
         if placed is not None and job.phase is JobPhase.QUEUED:
             return replace(view, reason=self._placing.reason(placed))
@@ -275,7 +268,7 @@ class Coordinator:
     def addresses(self, job_id: JobId) -> list[Address]:
         """The processes of the job's ranks, in rank order. Raises `KeyError` for an unknown job."""
         job = self.jobs[job_id]
-        return [record.address(job.id) for record in job.ranks.values()]
+        return [record.address for record in job.ranks.values()]
 
     def num_ranks(self, job_id: JobId) -> int:
         """Number of ranks that the job's present attempt has had so far; 0 for an unknown job."""
@@ -306,7 +299,7 @@ class Coordinator:
 
     def ranks_of(self, agent_id: AgentId) -> list[Address]:
         """The processes on a host."""
-        return [self.jobs[job_id].ranks[rank].address(job_id) for job_id, rank in self._ranks_on(agent_id)]
+        return [self.jobs[job_id].ranks[rank].address for job_id, rank in self._ranks_on(agent_id)]
 
     def is_awaited(self, agent_id: AgentId) -> bool:
         """True if a job that has ranks on the host has others elsewhere, which may wait for these."""
@@ -329,7 +322,7 @@ class Coordinator:
             # Without newcomers: a draft of the stopped ranks may be all that is left of the model.
             training = self.trainings[job_id].run.training
             others = [one for one in present(ranks).values() if one.stopped_round is None]
-            found.append([one.address(job_id) for one in others if training is not None and training.has_model(one)])
+            found.append([one.address for one in others if training is not None and training.has_model(one)])
         return found
 
     @property

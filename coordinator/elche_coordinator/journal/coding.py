@@ -71,7 +71,8 @@ def decode_fields(kind: type[Message], state: Mapping[str, Any]) -> Message:
     """A message, or a value in one, of its fields as JSON values. Raises `TypeError`, `KeyError` and others for other
     content.
     """
-    hints = {name: hint for name, _, hint in _shape(kind)}
+    of: Any = kind
+    hints = {name: hint for name, _, hint in _shape(of)}
     return kind(**{name: _decode(hints[name], value) for name, value in state.items()})
 
 

@@ -75,7 +75,7 @@ class Membership:
         for position, record in enumerate(members.values()):
             self._outbox.add(
                 SendFormGroup(
-                    **record.address(self._outbox.job_id),
+                    **record.address,
                     attempt=self._attempt,
                     generation=self.newest,
                     position=position,
@@ -204,7 +204,7 @@ class Membership:
         if standing is not None and standing.abandoned is None:
             standing.abandoned = {}
             for record in present(standing.members).values():
-                self._outbox.add(SendAbandon(**record.address(self._outbox.job_id), generation=standing.id))
+                self._outbox.add(SendAbandon(**record.address, generation=standing.id))
         self.forming = None  # its members may have changed: another one is formed afterwards
         return self._resolve(now_s)
 

@@ -73,6 +73,7 @@ class Places:
         agent = fleet.agents[first.agent_id]
         devices = tuple(agent.slots[place.slot].device for place in places)
         record = RankRecord(
+            job_id=self._outbox.job_id,
             rank=rank,
             incarnation=incarnation,
             agent_id=first.agent_id,
@@ -88,7 +89,7 @@ class Places:
         self._roster.add(record)
         self._outbox.add(
             StartRank(
-                **record.address(self._outbox.job_id),
+                **record.address,
                 agent_id=first.agent_id,
                 slot=first.slot,
                 more_slots=record.more_slots,

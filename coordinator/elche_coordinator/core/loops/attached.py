@@ -39,6 +39,7 @@ class AttachedLoop(Loop):
     def _add(self, rank: Rank, host: str, device: str, incarnation: Incarnation) -> None:
         """Adds a rank, which trains already."""
         record = RankRecord(
+            job_id=self.id,
             rank=rank,
             incarnation=incarnation,
             agent_id=AgentId(""),

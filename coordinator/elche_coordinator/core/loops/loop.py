@@ -226,13 +226,13 @@ class Loop(Job):
     def save(self) -> None:
         """Asks the first rank for a checkpoint; it tells the others."""
         for record in self._groups.members[:1]:
-            self.outbox.add(SendSaveCheckpoint(**record.address(self.id)))
+            self.outbox.add(SendSaveCheckpoint(**record.address))
 
     def hold(self, now_s: float, *, is_paused: bool) -> None:
         """Has the loop stop after one of its next steps, or go on."""
         self.is_paused = is_paused
         for record in self.ranks.values():
-            self.outbox.add(SendPauseLoop(**record.address(self.id), is_paused=is_paused))
+            self.outbox.add(SendPauseLoop(**record.address, is_paused=is_paused))
 
     def work_done(self) -> dict[Rank, int]:
         """Samples of each rank, if ranks report them; else its batches."""

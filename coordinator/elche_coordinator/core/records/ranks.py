@@ -54,6 +54,7 @@ def address_of(message: RankEvent | RankCommand) -> Address:
 class RankRecord:
     """The coordinator's record of one incarnation of a rank."""
 
+    job_id: JobId
     rank: Rank
     incarnation: Incarnation
     agent_id: AgentId
@@ -151,9 +152,10 @@ class RankRecord:
         """Its slots, the leader's first."""
         return _places(self.agent_id, (self.slot, *self.more_slots))
 
-    def address(self, job_id: JobId) -> "Address":
+    @property
+    def address(self) -> Address:
         """The address of commands to this incarnation."""
-        return {"job_id": job_id, "rank": self.rank, "incarnation": self.incarnation}
+        return {"job_id": self.job_id, "rank": self.rank, "incarnation": self.incarnation}
 
     @property
     def phase(self) -> RankPhase:
