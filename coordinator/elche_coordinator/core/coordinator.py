@@ -116,7 +116,7 @@ class Coordinator:
             self._take_in(event)
         except Refused as refused:
             for job in self._touched.values():  # an event that a phase table refuses concerns one job
-                job.refuse(refused.trigger, refused.state, "the phase has no place for it")
+                job.outbox.refuse(refused.trigger, refused.state, "the phase has no place for it")
         # Before slots are given: `place` goes by the queue and by who holds slots, as the event has left them.
         for job_id in self._touched:
             self._note_placed(job_id)
@@ -443,16 +443,16 @@ class Coordinator:
             return
         if record is None or record.incarnation != event.incarnation:
             now = f"incarnation {record.incarnation}" if record else "not of the job"
-            job.refuse(event, f"rank {event.rank} is {now}", f"this is of incarnation {event.incarnation}")
+            job.outbox.refuse(event, f"rank {event.rank} is {now}", f"this is of incarnation {event.incarnation}")
             return
         # The others go on without its work, so what it says of work counts no more. Its end still has to free its
         # slots.
         if record.is_ending and not isinstance(event, RankExited | RankStarted | StacksReported | SessionLost):
-            job.refuse(event, f"rank {record.rank} is being ended", "the other ranks go on without it")
+            job.outbox.refuse(event, f"rank {record.rank} is being ended", "the other ranks go on without it")
             return
         match event:
             case RankStarted() | RankExited() | StacksReported() if event.agent_id != record.agent_id:
-                job.refuse(
+                job.outbox.refuse(
                     event, f"rank {record.rank} is on {record.agent_id}", "no host speaks for another's processes"
                 )
             case RankExited() if (placed := self.placed.get(event.job_id)) is not None:
@@ -466,7 +466,7 @@ class Coordinator:
                     job.silence.on_was_stopped(record.rank)
                 self._exit(placed, record, event, death, death_notice(record, event), event.log_tail)
             case RankExited():
-                job.refuse(event, "it is an attached loop", "no host has its processes")
+                job.outbox.refuse(event, "it is an attached loop", "no host has its processes")
             case _:
                 job.take_in(record, event, self._now_s)
                 # from then on the job accepts further ranks
@@ -538,7 +538,7 @@ class Coordinator:
         """Frees the slots of a process that has ended, and tells its job. Refuses a second report of the end."""
         # By now the slot may be another job's: freed a second time, it would be given to two ranks.
         if record.phase is RankPhase.EXITED:
-            job.refuse(event, f"rank {record.rank} is {record.phase}", "its process has exited already")
+            job.outbox.refuse(event, f"rank {record.rank} is {record.phase}", "its process has exited already")
             return
         for place in record.places:
             self.fleet.give_back(place)

@@ -164,7 +164,9 @@ class SqlStore(Database):
         text = tables.sources.c.text
         size = sa.func.octet_length(text) if self.is_shared else sa.func.length(sa.cast(text, sa.LargeBinary))
         with self.reading() as connection:
-            return dict(connection.execute(sa.select(tables.sources.c.hash, size)).tuples().all())
+            return {
+                row.hash: row.size for row in connection.execute(sa.select(tables.sources.c.hash, size.label("size")))
+            }
 
     def load_artifacts(self) -> dict[str, str]:
         """By job that has ended, what the artifact store has of it, as JSON."""
