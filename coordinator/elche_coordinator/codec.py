@@ -6,7 +6,7 @@
 import math
 from collections.abc import Callable, Hashable
 from functools import lru_cache
-from typing import Any, TypeVar, assert_never
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -19,8 +19,8 @@ from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche.views import JobState
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages import commands, events, reports
-from elche_coordinator.core.messages.ids import AgentId, JobId
-from elche_coordinator.core.messages.spec import EpochWork, JobSpec, Slot
+from elche_coordinator.core.messages.ids import AgentId
+from elche_coordinator.core.messages.spec import EpochWork, JobSpec
 from elche_coordinator.core.records.fleet import HostView
 from elche_coordinator.core.records.ranks import Address
 
@@ -127,21 +127,13 @@ def _epoch_work(work: rank_pb2.EpochWork) -> EpochWork:
 
 def agent_joined(agent_id: AgentId, hello: agent_pb2.AgentHello) -> events.AgentJoined:
     """The event of a host that offers its slots."""
-    slots = tuple(from_message(slot, Slot) for slot in hello.slots)
-    return events.AgentJoined(
-        agent_id=agent_id,
-        host=hello.host,
-        slots=slots,
-        labels=dict(hello.labels),
-        folder=hello.folder,
-        jobs=tuple(map(JobId, hello.jobs)),
-    )
+    return from_message(hello, events.AgentJoined, agent_id=agent_id)
 
 
-def rank_exited(address: Address, agent_id: AgentId, message: agent_pb2.RankExited) -> events.RankExited:
+def rank_exited(agent_id: AgentId, message: agent_pb2.RankExited) -> events.RankExited:
     """The event that a rank's process has ended."""
     log_tail = shortened(message.log_tail, MAX_TRACEBACK_CHARS)
-    return from_message(message, events.RankExited, **address, agent_id=agent_id, log_tail=log_tail)
+    return from_message(message, events.RankExited, agent_id=agent_id, log_tail=log_tail)
 
 
 # To ranks and agents
@@ -178,13 +170,8 @@ def rank_response(command: commands.SessionCommand) -> rank_pb2.ConverseResponse
 
 def _start_epoch(command: commands.SendLease) -> rank_pb2.StartEpoch:
     lease = command.lease
-    return rank_pb2.StartEpoch(
-        lease=lease.id,
-        epoch=lease.epoch,
-        partition_offset=lease.offset,
-        partition_size=lease.size,
-        is_reserve=command.is_reserve,
-    )
+    where = {"epoch": lease.epoch, "partition_offset": lease.offset, "partition_size": lease.size}
+    return rank_pb2.StartEpoch(lease=lease.id, **where, is_reserve=command.is_reserve)
 
 
 def _epoch_metrics(command: commands.SendEpochMetrics) -> rank_pb2.EpochMetrics:
@@ -194,11 +181,13 @@ def _epoch_metrics(command: commands.SendEpochMetrics) -> rank_pb2.EpochMetrics:
     return to_message(report, rank_pb2.EpochMetrics, loss=loss, metrics=command.metrics, samples=report.committed)
 
 
-KINDS: dict[str, Any] = {
-    one.name: GetMessageClass(one.message_type)
-    for one in rank_pb2.ConverseResponse.DESCRIPTOR.fields
-    if one.message_type is not None
-}
+def _kinds(response: Any) -> dict[str, Any]:
+    """The message classes of a response's fields, by name."""
+    fields = response.DESCRIPTOR.fields
+    return {one.name: GetMessageClass(one.message_type) for one in fields if one.message_type is not None}
+
+
+KINDS = _kinds(rank_pb2.ConverseResponse)
 WRITTEN_OTHERWISE: dict[str, Callable[[Any], Message]] = {
     "start_epoch": _start_epoch,
     "epoch_metrics": _epoch_metrics,
@@ -212,13 +201,10 @@ def start_rank(command: commands.StartRank, secret: str, source: str) -> agent_p
     return agent_pb2.AttendResponse(start_rank=start)
 
 
-def stop_rank(command: commands.StopRank) -> agent_pb2.AttendResponse:
-    """The message that tells an agent to end a process."""
-    return agent_pb2.AttendResponse(stop_rank=to_message(command, agent_pb2.StopRank))
-
-
-def ask_stacks(command: commands.AskStacks) -> agent_pb2.AttendResponse:
-    """The message that asks an agent for the stacks of a process's threads."""
+def agent_order(command: commands.StopRank | commands.AskStacks) -> agent_pb2.AttendResponse:
+    """The message that tells an agent to end a process, or asks for the stacks of its threads."""
+    if isinstance(command, commands.StopRank):
+        return agent_pb2.AttendResponse(stop_rank=to_message(command, agent_pb2.StopRank))
     return agent_pb2.AttendResponse(send_stacks=to_message(command, agent_pb2.SendStacks))
 
 
@@ -262,45 +248,34 @@ def _bound(checkpoints: Any) -> None:
 def host_message(host: HostView) -> job_pb2.HostView:
     """The message of a host."""
     slots = [
-        job_pb2.SlotView(
-            device=slot.device, model=slot.model, memory_bytes=slot.memory_bytes, **_owner(host.ranks.get(index))
-        )
-        for index, slot in enumerate(host.slots)
+        to_message(slot, job_pb2.SlotView, **_owner(host.ranks.get(index))) for index, slot in enumerate(host.slots)
     ]
-    return job_pb2.HostView(
-        agent_id=host.agent_id,
-        host=host.host,
-        slots=slots,
-        is_drained=host.is_drained,
-        labels=host.labels,
-        problem=host.problem,
-    )
+    return to_message(host, job_pb2.HostView, slots=slots)
 
 
 def _owner(owner: tuple[str, int] | None) -> dict[str, Any]:
     return {} if owner is None else {"job_id": owner[0], "rank": owner[1]}
 
 
+WATCH_MESSAGES: dict[type[reports.Report], str] = {
+    reports.RoundReport: "round",
+    reports.EpochReport: "epoch",
+    reports.EvaluationReport: "evaluation",
+    reports.StallReport: "stall",
+    reports.MembershipReport: "membership",
+    reports.Checkpoint: "checkpoint",
+    reports.UserEvent: "user_event",
+    reports.JobResult: "result",
+}
+"""For each report, its field of `WatchJobResponse`."""
+WATCH_KINDS = _kinds(job_pb2.WatchJobResponse)
+
+
 def watch_message(report: reports.Report) -> job_pb2.WatchJobResponse:
     """The message of a report to watchers."""
-    match report:
-        case reports.RoundReport():
-            return job_pb2.WatchJobResponse(round=to_message(report, job_pb2.RoundReport))
-        case reports.EpochReport():
-            return job_pb2.WatchJobResponse(epoch=to_message(report, job_pb2.EpochReport))
-        case reports.EvaluationReport():
-            return job_pb2.WatchJobResponse(evaluation=to_message(report, job_pb2.EvaluationReport))
-        case reports.StallReport():
-            return job_pb2.WatchJobResponse(stall=to_message(report, job_pb2.StallReport))
-        case reports.MembershipReport():
-            return job_pb2.WatchJobResponse(membership=to_message(report, job_pb2.MembershipReport))
-        case reports.Checkpoint():
-            return job_pb2.WatchJobResponse(checkpoint=to_message(report, job_pb2.Checkpoint))
-        case reports.UserEvent():
-            return job_pb2.WatchJobResponse(user_event=to_message(report, job_pb2.UserEvent))
-        case reports.JobResult():
-            result = to_message(report, job_pb2.JobResult, state=STATES[report.outcome])
-            _bound(result.checkpoints)
-            return job_pb2.WatchJobResponse(result=result)
-        case _:
-            assert_never(report)
+    name = WATCH_MESSAGES[type(report)]
+    more = {"state": STATES[report.outcome]} if isinstance(report, reports.JobResult) else {}
+    message: Any = to_message(report, WATCH_KINDS[name], **more)
+    if isinstance(report, reports.JobResult):
+        _bound(message.checkpoints)
+    return job_pb2.WatchJobResponse(**{name: message})

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 
 import grpc
@@ -36,6 +36,7 @@ from elche_coordinator.heap import Heap
 from elche_coordinator.lifecycle.leadership import Leadership
 from elche_coordinator.lifecycle.standby import DATABASE, end_if_moved, lead, loading, open_store, start_over, using
 from elche_coordinator.lifecycle.stopping import Stop, save_jobs
+from elche_coordinator.lifecycle.waiting_page import waiting_page
 from elche_coordinator.limits.budgets import MAX_CALLS, MAX_HEADER_BYTES, MAX_STREAMS_OF_CONNECTION
 from elche_coordinator.limits.open_files import max_connections, raise_limit
 from elche_coordinator.limits.releasing import ReleasingInterceptor
@@ -51,15 +52,14 @@ from elche_coordinator.services.rank_service import RankServicer
 from elche_coordinator.services.store_service import StoreServicer
 from elche_coordinator.services.validation import ValidationInterceptor
 from elche_coordinator.storage import tape
-from elche_coordinator.storage.bundles import Bundles
-from elche_coordinator.storage.shared_bundles import SharedBundles
+from elche_coordinator.storage.bundles import Bundles, SharedBundles
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.streams.transfers import Transfers
 from elche_coordinator.telemetry.journal_files import JournalFiles
 from elche_coordinator.telemetry.timelines import Timelines
 from elche_coordinator.web.app import Web
 from elche_coordinator.web.recordings import Recordings
-from elche_coordinator.web.server import WebServer
+from elche_coordinator.web.server import serving
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +76,12 @@ async def serve(config: Config) -> None:
     with using(config.data):
         shared = SharedBundles(store, config.data / "bundles") if store.is_shared else None
     leadership = Leadership(store, f"{socket.gethostname()} {config.listen}", start_over)
-    if shared is not None and not await lead(leadership, store, shared, config, stop.asked):
-        return
+    if shared is not None:
+        encryption = Encryption(config.tls, asks_clients=False) if config.tls is not None else None
+        page = waiting_page(lambda: leadership.problem)
+        async with serving(config.http, page, encryption) if config.http is not None else nullcontext():
+            if not await lead(leadership, store, shared, config, stop.asked):
+                return
     try:
         await _serve(config, stop, store, shared, leadership)
     finally:
@@ -177,20 +181,14 @@ async def _page(
     if config.http is None:
         yield
         return
-    server, host = _bind_http(config.http), split_address(config.http)[0]
     recordings = Recordings(config.data / "recordings", catalogue.owner)
     upkeep = Upkeep(config.data, tokens, encryption)
     web = Web(driver, catalogue, credentials, audit, artifacts, recordings, journals, bundles, upkeep)
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(_running(web.record()))
-        presented = server.start(web.app, encryption.page_files if encryption is not None else None)
-        if encryption is not None and presented is not None:
-            await stack.enter_async_context(_running(encryption.renew(presented)))
-        scheme = "http" if encryption is None else "https"
-        log.info("page and metrics on %s://%s", scheme, join_address(host, server.port))
+    async with serving(config.http, web.app, encryption) as port, _running(web.record()):
+        host, scheme = split_address(config.http)[0], "http" if encryption is None else "https"
+        log.info("page and metrics on %s://%s", scheme, join_address(host, port))
         yield
-    web.stop()
-    await server.stop()
+        web.stop()
 
 
 def _new_server(
@@ -227,10 +225,3 @@ def server_options(num_files: int) -> list[tuple[str, int]]:
         # Otherwise a second coordinator on this port would start, too, and get a part of the connections.
         ("grpc.so_reuseport", 0),
     ]
-
-
-def _bind_http(address: str) -> WebServer:
-    try:
-        return WebServer(*split_address(address))
-    except OSError as error:
-        raise CannotStart(f"the page and /metrics cannot be served on {address}: {error.strerror}") from error

@@ -101,7 +101,12 @@ class Driver:
         self.core, self.streams = (core, Streams()) if recorded is None else recorded.state
         self._clock_offset_s = 0.0
         """Seconds by which the core's clock is ahead of the event loop's, which differs between machines."""
-        self.writer = Writer(store, self._on_written_in_thread, self._on_refused_in_thread)
+        in_loop = self._loop.call_soon_threadsafe
+        self.writer = Writer(
+            store,
+            lambda last: in_loop(self._on_written, last),
+            lambda job_id, reason: in_loop(self._fail_later, job_id, reason),
+        )
         self._rows = JobRows(self.core)
         self._snapshots = Snapshots(self.core, self.streams, () if recorded is None else recorded.saved)
         self.sources = Sources(store.load_source, store.source_sizes())
@@ -341,10 +346,8 @@ class Driver:
                     self.sources.text(command.spec.source_hash)  # raises for one that is lost
                     codec.start_rank(command, "", "")  # raises for what no message can carry
                     message: Any = StartOrder(command)
-                case StopRank():
-                    message = codec.stop_rank(command)
-                case AskStacks():
-                    message = codec.ask_stacks(command)
+                case StopRank() | AskStacks():
+                    message = codec.agent_order(command)
                 case RankCommand():
                     message = codec.rank_response(command)
                 case _:
@@ -375,9 +378,6 @@ class Driver:
         message.seq = order.seq
         return message
 
-    def _on_refused_in_thread(self, job_id: str, reason: str) -> None:
-        self._loop.call_soon_threadsafe(self._fail_later, job_id, reason)
-
     def _note_sizes(self, sizes: Mapping[str, int]) -> None:
         for job_id, why in self.open_jobs.note_states(sizes).items():
             self._fail_later(job_id, why)
@@ -385,9 +385,6 @@ class Driver:
     def _fail_later(self, job_id: str, reason: str) -> None:
         """Fails the job once the present event is handled."""
         self._loop.call_soon(self._handle_own, JobBroken(job_id=JobId(job_id), reason=reason))
-
-    def _on_written_in_thread(self, last: int) -> None:
-        self._loop.call_soon_threadsafe(self._on_written, last)
 
     def _on_written(self, last: int) -> None:
         """Events up to the number are durable."""

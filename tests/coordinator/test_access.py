@@ -16,7 +16,7 @@ from elche.status import answering
 from elche.token import Role
 from elche_coordinator.access.audit import UNCHANGED, Audit
 from elche_coordinator.access.credentials import Credentials
-from elche_coordinator.limits.turns import Turns
+from elche_coordinator.limits.backlog import Turns
 from elche_coordinator.roles import CHANGES, HAS_CHANGED, NEEDED, Caller
 from elche_coordinator.services import interceptor as module
 from elche_coordinator.services.interceptor import SESSION, AccessInterceptor, RankCaller

@@ -56,7 +56,7 @@ async def heard(servicer: AveragingServicer, secret: str, opened: Round) -> list
 def test_a_rank_does_not_wait_for_one_that_lost_the_round_before_it_had_joined(is_first: bool, tmp_path: Path) -> None:
     """A connection broke while rank 1 joined: rank 0, on a new one, waited for it in a round that nobody could end."""
     simulation, opened = in_a_round()
-    addresses = [simulation.training.ranks[rank].address(simulation.job.id) for rank in (0, 1)]
+    addresses = [simulation.training.ranks[rank].address for rank in (0, 1)]
     failed = RoundFailed(**addresses[1], generation=opened.generation, round=opened.id, reason="its connection broke")
 
     async def story() -> None:
@@ -81,7 +81,7 @@ def test_a_rank_does_not_wait_for_one_that_lost_the_round_before_it_had_joined(i
 
 def test_ranks_that_have_lost_nothing_meet(tmp_path: Path) -> None:
     simulation, opened = in_a_round()
-    addresses = [simulation.training.ranks[rank].address(simulation.job.id) for rank in (0, 1)]
+    addresses = [simulation.training.ranks[rank].address for rank in (0, 1)]
 
     async def story() -> list[Any]:
         driver = Driver(simulation.core, SqlStore.in_file(tmp_path / "elche.sqlite"))

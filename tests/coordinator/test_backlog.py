@@ -15,9 +15,8 @@ from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
 from elche_coordinator.limits import backlog as module
-from elche_coordinator.limits.backlog import EVENT_BYTES, Backlog
+from elche_coordinator.limits.backlog import EVENT_BYTES, Backlog, Turns
 from elche_coordinator.limits.budgets import MAX_UNWRITTEN_BYTES_OF_STREAM, TURN_BYTES
-from elche_coordinator.limits.turns import Turns
 from elche_coordinator.services.rank_service import RankServicer
 from elche_coordinator.services.sessions import RankQueue, open_session
 from elche_coordinator.storage.sql.store import SqlStore

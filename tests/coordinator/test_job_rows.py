@@ -78,7 +78,7 @@ def test_a_job_whose_ranks_leave_after_its_end_is_decided_is_written_with_its_vi
     assert row is not None
     assert row["decided"]["outcome"] == "cancelled"  # type: ignore[index]
     assert "view" not in row
-    rank = rows.core.jobs[JOB].ranks[Rank(0)].address(JOB)
+    rank = rows.core.jobs[JOB].ranks[Rank(0)].address
     row = rows.after(RankExited(**rank, agent_id=host, exit_code=0))
     assert row is not None
     assert row["result"]["outcome"] == "cancelled"  # type: ignore[index]

@@ -207,7 +207,7 @@ def training(journals: Journals, *names: str) -> Coordinator:
 def tell(journals: Journals, core: Coordinator, name: str, num: int) -> None:
     for index in range(num):
         record = core.jobs[JobId(name)].ranks[Rank(0)]
-        event = replace(batches(index), **record.address(JobId(name)))
+        event = replace(batches(index), **record.address)
         journals.note(core, float(index), event, core.handle(event, now_s=float(index)))
 
 

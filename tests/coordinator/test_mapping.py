@@ -240,7 +240,7 @@ def test_of_a_long_error_the_beginning_and_the_end_are_kept() -> None:
     address: Address = {"job_id": ids.JobId("job"), "rank": ids.Rank(0), "incarnation": ids.Incarnation(1)}
     told = rank_pb2.ConverseRequest(failed=rank_pb2.RankFailed(error=text, traceback=text))
     failed = codec.rank_event(address, told)
-    exited = codec.rank_exited(address, ids.AgentId("host"), agent_pb2.RankExited(exit_code=1, log_tail=text))
+    exited = codec.rank_exited(ids.AgentId("host"), agent_pb2.RankExited(exit_code=1, log_tail=text))
     assert isinstance(failed, events.RankFailed)
     kept = {failed.error: codec.MAX_ERROR_CHARS, failed.traceback: codec.MAX_TRACEBACK_CHARS}
     for one, most in {**kept, exited.log_tail: codec.MAX_TRACEBACK_CHARS}.items():

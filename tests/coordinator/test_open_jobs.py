@@ -198,11 +198,11 @@ def test_a_users_jobs_are_of_so_many_kinds(tmp_path: Path, monkeypatch: pytest.M
         ):
             await submit_as(driver, "anna", project="b")
         jobs = JobCatalogue(driver, History(SqlStore.in_file(tmp_path / "elche.sqlite")))
-        scale(driver, jobs, jobs.known_view(same), 7)  # the least number, which is 1, is the kind's
+        scale(driver, jobs.known_view(same), 7)  # the least number, which is 1, is the kind's
         driver.handle(JobCancelled(job_id=same))
         await submit_as(driver, "anna", num_ranks=2)
         with pytest.raises(TooMuch, match="your jobs"):
-            scale(driver, jobs, jobs.known_view(first), 7)
+            scale(driver, jobs.known_view(first), 7)
         await submit_as(driver, "bob")
         await submit_as(driver, "")
         with pytest.raises(TooMuch, match="all jobs that have not ended are of 5 kinds"):

@@ -209,7 +209,7 @@ def test_requests_say_if_there_was_something_to_change(tmp_path: Path) -> None:
         driver.handle(JobSubmitted(job_id=JobId("a"), spec=spec, submitted_at=1.0))
         driver.handle(AgentJoined(agent_id=AgentId("host-1"), host="host", slots=()))
         for num_ranks in (2, 2):
-            scale(driver, jobs, jobs.known_view("a"), num_ranks)
+            scale(driver, jobs.known_view("a"), num_ranks)
             note()
         for is_drained in (True, True, False):
             drain(driver, "host", is_drained=is_drained)

@@ -18,8 +18,8 @@ from elche_coordinator.core.messages.events import (
 )
 from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, Outcome, RoundReport, UserEvent
-from elche_coordinator.simulator.saved import Saved
 from elche_coordinator.simulator.simulation import RankModel
+from elche_coordinator.simulator.synthetic import Saved
 from support.rounds import every_way
 from support.watched import ranks, state_of
 
@@ -175,7 +175,7 @@ def test_everything_dies_at_any_moment_and_goes_on(simulate, policy, averaging, 
         resumed = max(simulation.saved.values(), key=lambda one: one.name, default=resumed)
     assert simulation.job.result.outcome is Outcome.SUCCEEDED, simulation.job.reason
     simulation.assert_exactly_once()
-    assert simulation.job.run.attempt == 1 + (json.loads(resumed.training)["attempt"] if resumed else 0)
+    assert simulation.job.attempt == 1 + (json.loads(resumed.training)["attempt"] if resumed else 0)
 
 
 def first_checkpoint(simulate, **options):
@@ -521,7 +521,7 @@ def test_old_news_of_checkpoints_and_evaluations_changes_nothing(simulate):
     simulation.run_until(lambda: len(simulation.rounds) == 3)
     record = simulation.job.ranks[Rank(1)]
     before = state_of(simulation.job)
-    address = record.address(JobId("job"))
+    address = record.address
     simulation.handle(CheckpointFailed(**address, version=3, reason="?"))
     simulation.handle(EvaluationDone(**address, epoch=0, sums={"a": (1.0, 1)}, duration_ms=1.0))
     assert state_of(simulation.job) == before

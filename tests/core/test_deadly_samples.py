@@ -9,7 +9,7 @@ from core.test_lost_ranks import by_policy, succeeds
 from elche.permutation import permutation_slice
 from elche.settings import AgreedSettings
 from elche_coordinator.core.jobs.deaths import Deaths
-from elche_coordinator.core.messages.ids import AgentId, Epoch, Incarnation, Rank
+from elche_coordinator.core.messages.ids import AgentId, Epoch, Incarnation, JobId, Rank
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.messages.spec import Lease
 from elche_coordinator.core.records.ranks import RankRecord
@@ -77,7 +77,13 @@ class Story:
         self.now_s += 1.0
         self.ledger.grant(Rank(rank), Epoch(0), 20)
         record = RankRecord(
-            rank=Rank(rank), incarnation=Incarnation(rank), agent_id=AgentId("host"), slot=0, host="host", device="cpu"
+            job_id=JobId("job"),
+            rank=Rank(rank),
+            incarnation=Incarnation(rank),
+            agent_id=AgentId("host"),
+            slot=0,
+            host="host",
+            device="cpu",
         )
         said = self.deaths.blame(record, self.ledger, self.settings, self.now_s, trained=True)
         self.ledger.release(Rank(rank))

@@ -13,7 +13,7 @@ from elche_coordinator.core.pacing.asynchronous import Async
 from elche_coordinator.core.pacing.cadence import Cadence
 from elche_coordinator.core.pacing.divergence import DivergenceGuard, Drift
 from elche_coordinator.core.pacing.sync import Sync
-from elche_coordinator.simulator.saved import Saved
+from elche_coordinator.simulator.synthetic import Saved
 from support.rounds import numbered
 from support.watched import LONG_ROUNDS, WatchedSimulation, from_another_time, ranks
 

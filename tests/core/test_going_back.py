@@ -180,7 +180,7 @@ def test_a_starting_job_whose_rank_is_killed_gives_way_to_a_job_that_waits_for_t
     simulation.processes[2].is_alive = False
     simulation.handle(AgentLost(agent_id=AgentId("host-3")))
     killed = other.ranks[1]
-    address = killed.address(other.id)
+    address = killed.address
     simulation.handle(RankExited(**address, agent_id=killed.agent_id, exit_code=-9))
     assert other.phase is JobPhase.QUEUED
     assert [(one.job_id, one.rank) for one in simulation.sent(StartRank)][-1] == (JOB, 2)

@@ -154,7 +154,7 @@ def test_a_loop_of_the_users_own_is_replayed():
     spec = JobSpec(name="job", source_hash="", file_name="loop.py", num_ranks=2, is_loop=True)
     places = (("here", "cpu"), ("there", "cpu"))
     core.handle(LoopAttached(job_id=JOB, spec=spec, ranks=places, policy="El Che", submitted_at=1.0), now_s=now_s)
-    of = [record.address(JOB) for record in core.jobs[JOB].ranks.values()]
+    of = [record.address for record in core.jobs[JOB].ranks.values()]
     work = EpochWork(epoch=0, num_batches=3, num_samples=30, loss_sum=float("nan"), scalars={"a": (1.0, 3)})
     events = [
         *(SessionOpened(**one) for one in of),
@@ -177,7 +177,7 @@ def test_a_submitted_loop_is_replayed_though_others_had_its_slots_before():
     core.handle(submitted("first", 1), now_s=2.0)
     core.handle(submitted("job", 2, is_loop=True), now_s=3.0)
     core.handle(exits(core, "first")[0], now_s=4.0)
-    of = [record.address(JOB) for record in core.jobs[JOB].ranks.values()]
+    of = [record.address for record in core.jobs[JOB].ranks.values()]
     assert len(of) == 2
     events = [
         *(SessionOpened(**one) for one in of),
@@ -205,9 +205,7 @@ def joined(name: str, num_slots: int) -> AgentJoined:
 
 def exits(core: JournalledCoordinator, job_id: str) -> list[RankExited]:
     job = core.jobs[JobId(job_id)]
-    return [
-        RankExited(**record.address(job.id), agent_id=record.agent_id, exit_code=1) for record in job.ranks.values()
-    ]
+    return [RankExited(**record.address, agent_id=record.agent_id, exit_code=1) for record in job.ranks.values()]
 
 
 def test_jobs_that_wait_for_each_other_are_replayed_each_alone():

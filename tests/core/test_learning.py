@@ -15,7 +15,7 @@ from elche_coordinator.core.messages.events import (
     ResultReceived,
     RoundEntered,
 )
-from elche_coordinator.core.messages.ids import AgentId, Incarnation, Rank
+from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
 from elche_coordinator.core.messages.reports import EpochReport, Outcome, UserEvent
 from elche_coordinator.core.messages.spec import EpochWork, HeaderRow
 from elche_coordinator.core.pacing.asynchronous import Async
@@ -24,8 +24,8 @@ from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.records.ranks import RankRecord
 from elche_coordinator.core.results.tally import EpochTally, Mark, bound_samples_per_s
 from elche_coordinator.core.results.training import MAX_DISCARDED
-from elche_coordinator.simulator.saved import Saved
 from elche_coordinator.simulator.simulation import RankModel
+from elche_coordinator.simulator.synthetic import Saved
 from support.rounds import numbered
 from support.watched import LONG_ROUNDS, WatchedSimulation, ranks
 
@@ -398,7 +398,7 @@ def test_what_ranks_say_of_another_generation_is_old_news(simulate):
     simulation.run_until(lambda: any(len(opened.entered) == 1 for opened in open_rounds(simulation)))
     (opened,) = open_rounds(simulation)
     other = next(rank for rank in simulation.job.ranks if rank not in opened.entered)
-    address = simulation.job.ranks[other].address(simulation.job.id)
+    address = simulation.job.ranks[other].address
     old = simulation.job.generation_id - 1
     rows = (HeaderRow(weight=0, cut=0, local_step=0, compute_us=0),) * 2
     simulation.says_nothing(RoundEntered(**address, generation=old, round=opened.id))
@@ -415,7 +415,7 @@ def test_what_another_process_of_a_rank_has_said_is_old_news(simulate, later):
     simulation = simulate(ranks(5, 12))
     simulation.run_until(lambda: len(simulation.rounds) == 3)
     record = simulation.job.ranks[Rank(1)]
-    address = record.address(simulation.job.id) | {"incarnation": Incarnation(record.incarnation + later)}
+    address = record.address | {"incarnation": Incarnation(record.incarnation + later)}
     before = record.local_step
     simulation.says_nothing(BatchesTrained(**address, local_step=before + 5, num_processed=9**9, batch_ms=(9.0,)))
     assert record.local_step == before
@@ -427,7 +427,7 @@ def test_a_rank_that_met_in_another_generation_is_not_ready_in_this(simulate):
     simulation.run_until(lambda: bool(simulation.core.jobs) and simulation.job.phase is JobPhase.GROUPING)
     record = simulation.job.ranks[Rank(1)]
     old = simulation.job.generation_id - 1
-    simulation.says_nothing(GroupFormed(**record.address(simulation.job.id), generation=old))
+    simulation.says_nothing(GroupFormed(**record.address, generation=old))
     assert record.phase is RankPhase.READY
 
 
@@ -524,5 +524,11 @@ def test_a_device_that_has_changed_is_measured_by_its_newest_batches():
 def told_once() -> RankRecord:
     """A rank of which nothing is known."""
     return RankRecord(
-        rank=Rank(0), incarnation=Incarnation(1), agent_id=AgentId("host"), slot=0, host="host", device="cpu"
+        job_id=JobId("job"),
+        rank=Rank(0),
+        incarnation=Incarnation(1),
+        agent_id=AgentId("host"),
+        slot=0,
+        host="host",
+        device="cpu",
     )

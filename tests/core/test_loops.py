@@ -72,7 +72,7 @@ class Attached:
         return commands
 
     def of(self, rank: int) -> dict[str, Any]:
-        return self.core.jobs[JOB].ranks[Rank(rank)].address(JOB)
+        return self.core.jobs[JOB].ranks[Rank(rank)].address
 
     def batches(self, rank: int, step: int, samples: int, **more: Any) -> list[Command]:
         event = BatchesTrained(**self.of(rank), local_step=step, num_processed=samples, batch_ms=(20.0,), **more)
@@ -105,7 +105,7 @@ class Attached:
 
     @property
     def view(self) -> JobView:
-        return describe_loop(self.core.loops[JOB], self.now_s)
+        return describe_loop(self.core.jobs[JOB], self.now_s)
 
     @property
     def result(self) -> JobResult | None:

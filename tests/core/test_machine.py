@@ -2,7 +2,7 @@
 
 import pytest
 
-from elche_coordinator.core.messages.ids import AgentId, Incarnation, Rank
+from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
 from elche_coordinator.core.records.machine import (
     DEPARTURES,
     JOB_PHASES,
@@ -77,7 +77,13 @@ def test_a_rank_can_exit_in_any_phase_once():
 
 def record() -> RankRecord:
     return RankRecord(
-        rank=Rank(0), incarnation=Incarnation(1), agent_id=AgentId("a"), slot=0, host="host", device="cpu"
+        job_id=JobId("job"),
+        rank=Rank(0),
+        incarnation=Incarnation(1),
+        agent_id=AgentId("a"),
+        slot=0,
+        host="host",
+        device="cpu",
     )
 
 

@@ -177,7 +177,7 @@ def test_ranks_whose_first_group_fails_once_are_asked_again(simulate):
     """Such as by a restart of the coordinator with the keys by which they were meeting: it failed the job."""
     simulation = simulate(ranks(25.0, 30.0), build_ms=200.0)
     simulation.run_until(lambda: len(simulation.sent(SendFormGroup)) == 2)
-    address = simulation.job.ranks[1].address(simulation.job.id)
+    address = simulation.job.ranks[1].address
     simulation.handle(GenerationAbandoned(**address, generation=GenerationId(1), reason="the store was lost"))
     succeeds(simulation)
     assert simulation.generation.id == 2

@@ -110,7 +110,7 @@ def submit_other(simulation: WatchedSimulation, num_ranks: int, priority: int) -
 def end_other(simulation: WatchedSimulation) -> None:
     simulation.handle(JobCancelled(job_id=OTHER))
     for record in list(simulation.core.jobs[OTHER].ranks.values()):
-        simulation.handle(RankExited(**record.address(OTHER), agent_id=record.agent_id, exit_code=0))
+        simulation.handle(RankExited(**record.address, agent_id=record.agent_id, exit_code=0))
 
 
 def submit_this(simulation: WatchedSimulation, num_slots: int, **spec: int) -> None:

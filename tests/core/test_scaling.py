@@ -141,7 +141,7 @@ def test_a_newcomer_whose_group_stands_joins_the_next_one_when_another_newcomer_
     membership = simulation.job.run.membership
     simulation.run_until(lambda: membership.forming is not None and len(membership.forming.members) == 4)
     first, second = (rank for rank in membership.forming.members if rank not in membership.standing.members)
-    address = simulation.job.ranks[first].address(JOB)
+    address = simulation.job.ranks[first].address
     simulation.handle(GroupFormed(**address, generation=membership.forming.id))
     simulation.kill(second)
     simulation.run_until(lambda: num_training(simulation) == 4)

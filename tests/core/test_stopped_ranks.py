@@ -131,5 +131,5 @@ def test_only_a_rank_with_the_model_trains_on_without_those_that_have_stopped(si
     stop(simulation, first, simulation.training.last_round)
     assert simulation.core.beside_stopped(AgentId("host")) == [], "one on its host trains on"
     stop(simulation, second, 0)
-    trains_on = [] if is_newcomer else [other.address(simulation.job.id)]
+    trains_on = [] if is_newcomer else [other.address]
     assert simulation.core.beside_stopped(AgentId("host")) == [trains_on, trains_on]

@@ -63,7 +63,7 @@ class Cluster:
         return self.handle(JobSubmitted(job_id=job_id, spec=spec, submitted_at=self.now_s))
 
     def of(self, rank: int, job_id: JobId = JOB) -> dict[str, Any]:
-        return self.core.jobs[job_id].ranks[Rank(rank)].address(job_id)
+        return self.core.jobs[job_id].ranks[Rank(rank)].address
 
     def begin(self) -> None:
         """All ranks of the job start and set up their trainers."""

@@ -23,7 +23,7 @@ def tell(cluster: Cluster, problem: str) -> list[JobId]:
 def cannot_start(cluster: Cluster, rank: int) -> list[Command]:
     """What follows when the host says that it cannot start a rank of the job."""
     record = cluster.core.jobs[JobId("job")].ranks[Rank(rank)]
-    address = record.address(JobId("job"))
+    address = record.address
     return cluster.handle(RankExited(**address, agent_id=AgentId("host"), exit_code=1, log_tail=FULL, not_started=True))
 
 
@@ -75,7 +75,7 @@ def test_a_script_of_which_a_rank_has_begun_is_not_begun_again() -> None:
     cluster = Cluster(2)
     cluster.submit("job", 2, is_loop=True)
     first = cluster.core.jobs[JobId("job")].ranks[Rank(0)]
-    cluster.handle(RankStarted(**first.address(JobId("job")), agent_id=AgentId("host"), log_path="/log"))
+    cluster.handle(RankStarted(**first.address, agent_id=AgentId("host"), log_path="/log"))
     tell(cluster, FULL)
     cannot_start(cluster, 1)
     assert cluster.core.jobs[JobId("job")].phase is JobPhase.ENDED
@@ -100,6 +100,6 @@ def test_a_job_that_starts_on_a_host_which_can_start_none_says_so_until_its_rank
     tell(cluster, "")
     assert cluster.reason("job") == before
     tell(cluster, FULL)
-    address = cluster.core.jobs[JobId("job")].ranks[Rank(0)].address(JobId("job"))
+    address = cluster.core.jobs[JobId("job")].ranks[Rank(0)].address
     cluster.handle(RankStarted(**address, agent_id=AgentId("host"), log_path="/runs/job/rank-0.log"))
     assert cluster.reason("job") == before, "it was started before, and loads the file"

@@ -12,8 +12,8 @@ from elche_coordinator.core.messages.ids import GenerationId, RoundId
 from elche_coordinator.core.messages.reports import JobResult, RoundReport
 from elche_coordinator.core.messages.spec import HeaderRow
 from elche_coordinator.simulator.collective import Parameters, RoundEntry
-from elche_coordinator.simulator.saved import Saved
 from elche_coordinator.simulator.simulation import JOB, Simulation
+from elche_coordinator.simulator.synthetic import Saved
 from elche_worker.rank.audited import OUTCOMES
 from elche_worker.telemetry.audit import AuditLog
 

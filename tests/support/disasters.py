@@ -21,9 +21,8 @@ from elche_coordinator.core.messages.events import (
 from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.records.machine import JobPhase
-from elche_coordinator.simulator.saved import Saved
 from elche_coordinator.simulator.simulation import JOB, RankModel, Simulation
-from elche_coordinator.simulator.synthetic import SyntheticRank
+from elche_coordinator.simulator.synthetic import Saved, SyntheticRank
 from support.watched import LONG_ROUNDS, WatchedSimulation, ranks
 
 WITH_PARTITIONS = 10_000

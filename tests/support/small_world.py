@@ -32,8 +32,7 @@ from elche_coordinator.core.messages.reports import JobResult, Outcome
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.simulator.collective import Collective, Fate
-from elche_coordinator.simulator.saved import Saved
-from elche_coordinator.simulator.synthetic import SyntheticRank
+from elche_coordinator.simulator.synthetic import Saved, SyntheticRank
 
 JOB, HOST = JobId("job"), AgentId("host")
 BATCH_S, SYNC_S = 0.01, 0.001

@@ -101,10 +101,6 @@ class JobCatalogue:
         """The job's submission, without rounds to repeat. Raises `KeyError` before it is durable."""
         return self._history.submission(job_id)
 
-    def num_wanted(self, job_id: str) -> int | None:
-        """The number of ranks that the job should have; None if it cannot be changed."""
-        return self._core.num_wanted(JobId(job_id))
-
     def bundles_in_use(self) -> set[str]:
         """Names of the folders of jobs that have not ended."""
         living = (job_id for job_id in self._core.job_ids() if self._core.result(job_id) is None)

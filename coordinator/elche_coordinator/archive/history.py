@@ -6,16 +6,20 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elche_coordinator.core.describe import JobView, from_json
+from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages.events import JobSubmitted
 from elche_coordinator.core.messages.ids import Incarnation, JobId
-from elche_coordinator.core.messages.reports import Checkpoint, JobResult, Outcome, RankResult
+from elche_coordinator.core.messages.reports import JobResult
 from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.journal.coding import decode_fields
 from elche_coordinator.storage.job_rows import FORMAT, Record
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.storage.store import JobRow, StoreFailed
 
 log = logging.getLogger(__name__)
+
+KINDS = {"submitted_at": float, "resume": str, "attempt": int, "num_ranks": int, "min_ranks": int}
+"""Types of values in the record of a job that goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +68,7 @@ class History:
                 "job=%s the record has format %s and is ignored: this coordinator reads %d", job_id, version, FORMAT
             )
             return
-        used: Any = record["incarnation"]
-        self.last_incarnation = max(self.last_incarnation, used)
+        self.last_incarnation = max(self.last_incarnation, record["incarnation"])
         was_running = record.get("result") is None
         if was_running and record.get("decided") is None:
             self.unfinished.append(self._again(job_id, record))
@@ -81,26 +84,23 @@ class History:
 
     def _again(self, job_id: str, record: Record) -> JobSubmitted:
         """The submission of a job that goes on."""
-        submitted_at, attempt, resume = record["submitted_at"], record["attempt"], record["resume"]
-        num_ranks, min_ranks = record["num_ranks"], record["min_ranks"]
-        if not isinstance(submitted_at, float) or not isinstance(resume, str):
-            raise TypeError("its time of submission, or its checkpoint, has another type")
-        if not isinstance(attempt, int) or not isinstance(num_ranks, int) or not isinstance(min_ranks, int):
-            raise TypeError("its attempt, or number of ranks, is not a number")
+        for name, kind in KINDS.items():
+            if not isinstance(record[name], kind):
+                raise TypeError(f"its {name} is no {kind.__name__}")
         return JobSubmitted(
             job_id=JobId(job_id),
             spec=replace(
                 _spec(record["spec"]),
-                resume=resume,
+                resume=record["resume"],
                 resume_host=str(record.get("resume_host", "")),
                 resume_work_folder=str(record.get("resume_work_folder", "")),
                 resume_version=int(str(record.get("resume_version", 0))),
-                num_ranks=num_ranks,
-                min_ranks=min_ranks,
+                num_ranks=record["num_ranks"],
+                min_ranks=record["min_ranks"],
             ),
-            submitted_at=submitted_at,
+            submitted_at=record["submitted_at"],
             key=str(record["key"]),
-            past_attempts=attempt,
+            past_attempts=record["attempt"],
             last_incarnation=Incarnation(self.last_incarnation),
         )
 
@@ -154,42 +154,29 @@ def _when(record: Record) -> float:
 
 def _closed(record: Record) -> Record:
     """The record of a job that cannot go on, as ended with its decided result."""
-    decided = _table(record, "decided")
+    decided = dict(record["decided"])
     return {**record, "reason": decided["error"] or record["reason"], "result": decided}
 
 
 def _spec(fields: Any) -> JobSpec:
-    slow_factors = {int(rank): factor for rank, factor in fields["slow_factors"].items()}
-    lists = {name: tuple(fields[name]) for name in ("arguments", "conditions", "requirements", "secrets")}
-    return JobSpec(**{**fields, "slow_factors": slow_factors, "replay": (), **lists})
-
-
-def _table(record: Record, name: str) -> dict[str, Any]:
-    table: Any = record[name]
-    return dict(table)
+    return decode_fields(JobSpec, {**fields, "replay": ()})
 
 
 def _result(record: Record) -> JobResult:
-    fields = _table(record, "result")
-    ranks = tuple(RankResult(**rank) for rank in fields["ranks"])
-    checkpoints = tuple(Checkpoint(**one) for one in fields["checkpoints"])
-    return JobResult(**{**fields, "outcome": Outcome(fields["outcome"]), "ranks": ranks, "checkpoints": checkpoints})
-
-
-def _total(result: JobResult) -> int:
-    kept = result.dataset_size - max(result.dropped_samples, default=0)
-    return kept * len(result.committed_samples)
+    return decode_fields(JobResult, record["result"])
 
 
 def _view(job_id: str, record: Record) -> JobView:
     """The view at the job's end; for a job that was running when the coordinator stopped, one made of its result."""
     if "view" in record:
-        return from_json(_table(record, "view"))
-    result, spec = _result(record), _table(record, "spec")
-    submitted_at: Any = record["submitted_at"]
+        view = dict(record["view"])
+        view.pop("ended_for_s", None)  # earlier versions have it
+        return decode_fields(JobView, view)
+    result = _result(record)
+    total = (result.dataset_size - max(result.dropped_samples, default=0)) * len(result.committed_samples)
     return JobView(
         job_id=job_id,
-        name=str(spec["name"]),
+        name=str(record["spec"]["name"]),
         state=result.outcome,
         reason=str(record["reason"]),
         epoch=result.epochs,
@@ -198,7 +185,7 @@ def _view(job_id: str, record: Record) -> JobView:
         samples_per_s=result.samples_per_s,
         num_rounds=result.rounds,
         metrics=result.metrics,
-        progress_fraction=sum(result.committed_samples) / total if (total := _total(result)) else 0.0,
-        submitted_at=float(submitted_at),
+        progress_fraction=sum(result.committed_samples) / total if total else 0.0,
+        submitted_at=float(record["submitted_at"]),
         checkpoints=result.checkpoints,
     )

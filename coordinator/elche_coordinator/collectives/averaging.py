@@ -121,7 +121,7 @@ class RelayRound:
             self.abort(f"rank {position} left the averaging")
 
     def abort(self, reason: str) -> None:
-        """Aborts the round on all members."""
+        """Aborts the round on all members, unless it has ended."""
         if self._running is not None:
             self._running.cancel()
         self._end(reason)
@@ -230,16 +230,14 @@ class Averager:
             self._attempts[job_id] = attempt
 
     def abort(self, job_id: JobId, round_id: RoundId, reason: str) -> None:
-        """Aborts a round if it is relayed here and has not ended."""
-        relay = self._relays.get(job_id, OrderedDict()).get(round_id)
-        if relay is not None and not relay.ended.is_set():
+        """Aborts a round if it is relayed here."""
+        if (relay := self._relays.get(job_id, OrderedDict()).get(round_id)) is not None:
             relay.abort(reason)
 
     def give_up(self, job_id: JobId) -> None:
         """Aborts the open rounds of a job, whose generation is abandoned."""
         for relay in self._relays.get(job_id, OrderedDict()).values():
-            if not relay.ended.is_set():
-                relay.abort("the generation was given up")
+            relay.abort("the generation was given up")
 
     def drop(self, job_id: JobId) -> None:
         """Aborts the rounds of a job that has ended."""

@@ -57,6 +57,7 @@ from elche_coordinator.core.records.fleet import AgentRecord, Fleet
 from elche_coordinator.core.records.machine import JobPhase, RankPhase, Refused
 from elche_coordinator.core.records.outbox import Refusal
 from elche_coordinator.core.records.ranks import Address, RankRecord, present
+from elche_coordinator.core.rounds.generation import Generation
 
 
 class Coordinator:
@@ -75,7 +76,6 @@ class Coordinator:
         self.jobs: dict[JobId, Job] = {}
         """Trainings and loops, oldest first."""
         self.trainings: dict[JobId, ManagedJob] = {}
-        self.loops: dict[JobId, Loop] = {}
         self.placed: dict[JobId, PlacedJob] = {}
         """Trainings and submitted loops, which get slots."""
         self._num_placed = 0
@@ -116,7 +116,7 @@ class Coordinator:
             self._take_in(event)
         except Refused as refused:
             for job in self._touched.values():  # an event that a phase table refuses concerns one job
-                job.refuse(refused.trigger, refused.state, "the phase has no place for it")
+                job.outbox.refuse(refused.trigger, refused.state, "the phase has no place for it")
         # Before slots are given: `place` goes by the queue and by who holds slots, as the event has left them.
         for job_id in self._touched:
             self._note_placed(job_id)
@@ -149,7 +149,7 @@ class Coordinator:
 
     def tables(self) -> dict[str, dict[JobId, Any]]:
         """The attributes that contain jobs, by name."""
-        return {"jobs": self.jobs, "trainings": self.trainings, "loops": self.loops, "placed": self.placed}
+        return {"jobs": self.jobs, "trainings": self.trainings, "placed": self.placed}
 
     def living_keys(self) -> dict[str, JobId]:
         """The keys of jobs that have not ended."""
@@ -165,11 +165,8 @@ class Coordinator:
         self.jobs[job.id] = job
         if job.key:
             self.keys[job.key] = job.id
-        match job:
-            case ManagedJob():
-                self.trainings[job.id] = job
-            case Loop():
-                self.loops[job.id] = job
+        if isinstance(job, ManagedJob):
+            self.trainings[job.id] = job
         if isinstance(job, PlacedJob):
             self._num_placed += 1
             job.number = self._num_placed
@@ -202,10 +199,7 @@ class Coordinator:
             return None
         if job.result is not None and (kept := self._kept_views.get(job_id)) is not None:
             return kept
-        if (training := self.trainings.get(job_id)) is not None:
-            view = describe_training(training, now_s)
-        else:
-            view = describe_loop(self.loops[job_id], now_s)
+        view = describe_loop(job, now_s) if isinstance(job, Loop) else describe_training(self.trainings[job_id], now_s)
         placed = self.placed.get(job_id)
         if placed is not None and job.phase is JobPhase.QUEUED:
             return replace(view, reason=self._placing.reason(placed))
@@ -266,15 +260,15 @@ class Coordinator:
 
     def explanation(self, job_id: JobId) -> str:
         """The reason of the next round's plan, or of the job's state. Raises `KeyError` for an unknown job."""
-        job, training = self.jobs[job_id], self.trainings.get(job_id)
+        job, generation = self.jobs[job_id], self._generation(job_id)
         if job.phase is JobPhase.QUEUED:
             return self._placing.reason(self.placed[job_id])
-        return (training.run.explanation if training is not None else "") or job.reason
+        return job.reason if generation is None else generation.scheduler.reason
 
     def addresses(self, job_id: JobId) -> list[Address]:
         """The processes of the job's ranks, in rank order. Raises `KeyError` for an unknown job."""
         job = self.jobs[job_id]
-        return [record.address(job.id) for record in job.ranks.values()]
+        return [record.address for record in job.ranks.values()]
 
     def num_ranks(self, job_id: JobId) -> int:
         """Number of ranks that the job's present attempt has had so far; 0 for an unknown job."""
@@ -305,7 +299,7 @@ class Coordinator:
 
     def ranks_of(self, agent_id: AgentId) -> list[Address]:
         """The processes on a host."""
-        return [self.jobs[job_id].ranks[rank].address(job_id) for job_id, rank in self._ranks_on(agent_id)]
+        return [self.jobs[job_id].ranks[rank].address for job_id, rank in self._ranks_on(agent_id)]
 
     def is_awaited(self, agent_id: AgentId) -> bool:
         """True if a job that has ranks on the host has others elsewhere, which may wait for these."""
@@ -328,7 +322,7 @@ class Coordinator:
             # Without newcomers: a draft of the stopped ranks may be all that is left of the model.
             training = self.trainings[job_id].run.training
             others = [one for one in present(ranks).values() if one.stopped_round is None]
-            found.append([one.address(job_id) for one in others if training is not None and training.has_model(one)])
+            found.append([one.address for one in others if training is not None and training.has_model(one)])
         return found
 
     @property
@@ -342,16 +336,25 @@ class Coordinator:
         """A rank's position among the members of an open round, and their number. None if it is no member, or another
         member has lost the round.
         """
-        training = self.trainings.get(address["job_id"])
-        record = training.ranks.get(address["rank"]) if training else None
-        if training is None or record is None or record.incarnation != address["incarnation"] or record.is_ending:
+        standing = self._generation(address["job_id"])
+        opened = standing.open_round(round_id, generation) if standing is not None else None
+        record = standing.members.get(address["rank"]) if standing is not None else None
+        if record is None or record.incarnation != address["incarnation"] or record.is_ending:
             return None
-        return training.run.position_in_round(record, generation, round_id)
+        if opened is None or opened.failures:
+            return None
+        return list(opened.targets).index(record.rank), len(opened.targets)
 
     def has_lost_round(self, job_id: JobId, generation: GenerationId, round_id: RoundId) -> bool:
         """True if a member will not receive the result of a job's open round."""
+        standing = self._generation(job_id)
+        opened = standing.open_round(round_id, generation) if standing is not None else None
+        return opened is not None and bool(opened.failures)
+
+    def _generation(self, job_id: JobId) -> Generation | None:
+        """The generation of a training that makes rounds; None if there is none."""
         training = self.trainings.get(job_id)
-        return training is not None and training.run.has_lost(generation, round_id)
+        return training.run.generation if training is not None else None
 
     # Events
 
@@ -440,16 +443,16 @@ class Coordinator:
             return
         if record is None or record.incarnation != event.incarnation:
             now = f"incarnation {record.incarnation}" if record else "not of the job"
-            job.refuse(event, f"rank {event.rank} is {now}", f"this is of incarnation {event.incarnation}")
+            job.outbox.refuse(event, f"rank {event.rank} is {now}", f"this is of incarnation {event.incarnation}")
             return
         # The others go on without its work, so what it says of work counts no more. Its end still has to free its
         # slots.
         if record.is_ending and not isinstance(event, RankExited | RankStarted | StacksReported | SessionLost):
-            job.refuse(event, f"rank {record.rank} is being ended", "the other ranks go on without it")
+            job.outbox.refuse(event, f"rank {record.rank} is being ended", "the other ranks go on without it")
             return
         match event:
             case RankStarted() | RankExited() | StacksReported() if event.agent_id != record.agent_id:
-                job.refuse(
+                job.outbox.refuse(
                     event, f"rank {record.rank} is on {record.agent_id}", "no host speaks for another's processes"
                 )
             case RankExited() if (placed := self.placed.get(event.job_id)) is not None:
@@ -463,7 +466,7 @@ class Coordinator:
                     job.silence.on_was_stopped(record.rank)
                 self._exit(placed, record, event, death, death_notice(record, event), event.log_tail)
             case RankExited():
-                job.refuse(event, "it is an attached loop", "no host has its processes")
+                job.outbox.refuse(event, "it is an attached loop", "no host has its processes")
             case _:
                 job.take_in(record, event, self._now_s)
                 # from then on the job accepts further ranks
@@ -535,7 +538,7 @@ class Coordinator:
         """Frees the slots of a process that has ended, and tells its job. Refuses a second report of the end."""
         # By now the slot may be another job's: freed a second time, it would be given to two ranks.
         if record.phase is RankPhase.EXITED:
-            job.refuse(event, f"rank {record.rank} is {record.phase}", "its process has exited already")
+            job.outbox.refuse(event, f"rank {record.rank} is {record.phase}", "its process has exited already")
             return
         for place in record.places:
             self.fleet.give_back(place)

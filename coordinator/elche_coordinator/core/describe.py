@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
 
 from elche import views
 from elche.settings import AgreedSettings
@@ -14,12 +13,12 @@ from elche_coordinator.core.jobs.notices import too_few_notice
 from elche_coordinator.core.life.job import Job
 from elche_coordinator.core.loops.loop import Loop
 from elche_coordinator.core.messages.events import Gauges
-from elche_coordinator.core.messages.ids import Epoch, Rank
+from elche_coordinator.core.messages.ids import Epoch
 from elche_coordinator.core.messages.reports import Checkpoint, JobResult
-from elche_coordinator.core.messages.spec import JobSpec, plain
+from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.fleet import Fleet
-from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
-from elche_coordinator.core.records.machine import JobPhase, RankPhase
+from elche_coordinator.core.records.histogram import Histogram
+from elche_coordinator.core.records.machine import Hold, JobPhase, RankPhase
 from elche_coordinator.core.records.ranks import RankRecord, present, staying
 from elche_coordinator.core.results.counts import Counts
 from elche_coordinator.core.results.training import Training
@@ -81,27 +80,6 @@ class JobView(views.JobView):
     """When it ended, by the coordinator's clock; None while it has not."""
 
 
-def to_json(view: JobView) -> dict[str, object]:
-    """The view as plain values, for the record of a job that has ended."""
-    return dict(plain(replace(view, ended_s=None)))  # the clock of the next run is another
-
-
-def from_json(state: Mapping[str, Any]) -> JobView:
-    """The inverse of `to_json`. Raises `TypeError`, `KeyError` or `ValueError` for an invalid value."""
-    ranks = tuple(
-        RankView(**{**rank, "gauges": Gauges(**rank["gauges"]), "durations": _histogram(rank["durations"])})
-        for rank in state["ranks"]
-    )
-    checkpoints = tuple(Checkpoint(**one) for one in state["checkpoints"])
-    counts = Counts(**state.get("counts", {}))  # earlier versions have none
-    state = {name: value for name, value in state.items() if name != "ended_for_s"}  # earlier versions have it
-    return JobView(**{**state, "ranks": ranks, "checkpoints": checkpoints, "counts": counts})
-
-
-def _histogram(state: Mapping[str, Any]) -> Histogram:
-    return Histogram(BATCH_SECONDS, [int(count) for count in state["counts"]], float(state["sum"]))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobDetails:
     """A job's submission and outcome."""
@@ -134,7 +112,7 @@ def describe_loop(loop: Loop, now_s: float) -> JobView:
     state: str = loop.result.outcome if loop.result else loop.phase
     if loop.phase is JobPhase.TRAINING and loop.is_paused:
         state = JobState.PAUSED
-    ranks = _describe_ranks(loop, lambda record: record.phase, lambda rank: 0, now_s)
+    ranks = _describe_ranks(loop, lambda record: record.phase, None, now_s)
     view = _add_loop(_describe(loop, state, loop.reason, ranks, now_s), loop, loop.began_s.get(JobPhase.ENDED, now_s))
     return view if loop.result else _with_stalls(view)
 
@@ -142,7 +120,7 @@ def describe_loop(loop: Loop, now_s: float) -> JobView:
 def describe_training(job: ManagedJob, now_s: float) -> JobView:
     """View of the training at time `now_s`."""
     run, state = job.run, _state_of_training(job)
-    ranks = _describe_ranks(job, lambda record: _doing(record, job), run.target, now_s)
+    ranks = _describe_ranks(job, lambda record: _doing(record, job), run.generation, now_s)
     # A job that waits to go on from a checkpoint has no training.
     kept = tuple(run.kept)
     view = replace(_describe(job, state, _reason(job), ranks, now_s), counts=job.counts, checkpoints=kept)
@@ -203,7 +181,7 @@ def _state_of_training(job: ManagedJob) -> str:
         return job.result.outcome
     if job.phase is JobPhase.TRAINING and job.is_paused:
         return JobState.PAUSED
-    return JobState.WAITING if job.phase is JobPhase.TRAINING and job.run.is_waiting else job.phase
+    return JobState.WAITING if job.phase is JobPhase.TRAINING and job.run.is_held(Hold.TOO_FEW) else job.phase
 
 
 def _reason(job: ManagedJob) -> str:
@@ -317,9 +295,9 @@ def _rate(training: Training, processed: int, now_s: float) -> float:
 
 
 def _describe_ranks(
-    job: Job, doing: Callable[[RankRecord], str], target: Callable[[Rank], int], now_s: float
+    job: Job, doing: Callable[[RankRecord], str], generation: Generation | None, now_s: float
 ) -> tuple[RankView, ...]:
-    """`doing` returns the activity of a healthy rank as a word; `target` the step at which it joins the next round."""
+    """`doing` returns the activity of a healthy rank as a word; `generation` has the next round, if there is one."""
     done = job.work_done()
     total = sum(done.values())
     return tuple(
@@ -327,7 +305,7 @@ def _describe_ranks(
             record,
             job,
             state=_state(record, job, doing(record)),
-            target=target(rank),
+            target=generation.target(rank) if generation is not None else 0,
             share_fraction=done[rank] / total if total else 0.0,
             now_s=now_s,
         )
@@ -380,7 +358,7 @@ def _state(record: RankRecord, job: Job, doing: str) -> str:
 
 
 def _doing(record: RankRecord, job: ManagedJob) -> str:
-    if job.run.is_evaluating(record.rank):
+    if job.run.training is not None and job.run.training.evaluations.has(record.rank):
         return "evaluating"
     if job.phase is JobPhase.FINISHING and record.phase is RankPhase.TRAINING:
         return "finished"

@@ -11,10 +11,12 @@ from enum import Enum
 from functools import cache
 from math import isfinite
 from types import NoneType, UnionType
-from typing import Any, NewType, Union, get_args, get_origin, get_type_hints
+from typing import Any, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from elche_coordinator.core.messages.commands import Command
 from elche_coordinator.core.messages.events import Event, HeaderReported, LeaveRequested, SlotsRequested, StacksReported
+
+Message = TypeVar("Message")
 
 EVENTS: dict[str, type] = {kind.__name__: kind for kind in get_args(Event)}
 FORMER_EVENTS: dict[str, type] = {
@@ -37,7 +39,7 @@ def decode(kinds: Mapping[str, type], tagged: Any) -> Any:
     if not isinstance(tagged, dict) or len(tagged) != 1 or (name := next(iter(tagged))) not in kinds:
         raise ValueError(f"{str(tagged)[:80]} is none of {', '.join(kinds)}")
     try:
-        return _decode_fields(kinds[name], tagged[name])
+        return decode_fields(kinds[name], tagged[name])
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"this is not a {name}: {error}") from None
 
@@ -65,8 +67,12 @@ def plain(value: Any) -> Any:
     return _encode_fields(value) if is_dataclass(value) else value
 
 
-def _decode_fields(kind: type, state: Mapping[str, Any]) -> Any:
-    hints = {name: hint for name, _, hint in _shape(kind)}
+def decode_fields(kind: type[Message], state: Mapping[str, Any]) -> Message:
+    """A message, or a value in one, of its fields as JSON values. Raises `TypeError`, `KeyError` and others for other
+    content.
+    """
+    of: Any = kind
+    hints = {name: hint for name, _, hint in _shape(of)}
     return kind(**{name: _decode(hints[name], value) for name, value in state.items()})
 
 
@@ -76,7 +82,7 @@ def _decode(hint: Any, value: Any) -> Any:
     if get_origin(hint) in (Union, UnionType):
         return None if value is None else _decode_one_of(get_args(hint), value)
     if is_dataclass(hint):
-        return _decode_fields(hint, value)  # type: ignore[arg-type]  # it is a type
+        return decode_fields(hint, value)  # type: ignore[arg-type]  # it is a type
     if get_origin(hint) is tuple:
         kinds = get_args(hint)
         return tuple(_decode(kinds[0] if kinds[-1] is ... else kind, one) for kind, one in _paired(kinds, value))

@@ -87,20 +87,19 @@ class Leadership:
         while not self._ended.wait(RENEW_S):
             began_s = time.monotonic()
             try:
-                if not self._candidacy.renew(self.term):
-                    return self._end("another coordinator has taken over")
-                self._renewed_s = began_s  # not when the call ended: the lease may be as old as the call
+                if self._candidacy.renew(self.term):
+                    self._renewed_s = began_s  # not when the call ended: the lease may be as old as the call
+                else:
+                    self._end("another coordinator has taken over")
             except StoreFailed as error:
                 log.warning("the lease cannot be renewed: %s", error.reason)
-        return None
 
     def _watch(self) -> None:
         """Ends this leadership when the lease has expired: a renewal may hang forever."""
         while not self._ended.wait(RENEW_S):
             # Another may lead by now, but its term fences this one's writes.
             if time.monotonic() - self._renewed_s > self._lease_s + RENEW_S:
-                return self._end(f"the database has not answered for {self._lease_s:g} s")
-        return None
+                self._end(f"the database has not answered for {self._lease_s:g} s")
 
     def _end(self, reason: str) -> None:
         if not self._ended.is_set():

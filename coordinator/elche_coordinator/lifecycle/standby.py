@@ -15,11 +15,9 @@ from pathlib import Path
 
 from elche.folders import keep_out
 from elche.network import split_address
-from elche_coordinator.access.encryption import Encryption
 from elche_coordinator.config import CannotStart, Config
 from elche_coordinator.lifecycle.leadership import Leadership
-from elche_coordinator.lifecycle.waiting_page import waiting_page
-from elche_coordinator.storage.shared_bundles import SharedBundles
+from elche_coordinator.storage.bundles import SharedBundles
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.storage.store import BadStore, DamagedStore, StoreFailed, reason_of
 
@@ -84,10 +82,7 @@ async def lead(
     """Waits until this coordinator leads, and prepares the database; returns False if it is stopped before."""
     # Checked while the operator looks on, not when it takes over.
     _check_free(config.listen)
-    encryption = Encryption(config.tls, asks_clients=False) if config.tls is not None else None
-    async with waiting_page(config.http, encryption, lambda: leadership.problem):
-        leads = await _await_turn(leadership, shared, stop)
-    if not leads:
+    if not await _await_turn(leadership, shared, stop):
         return False
     try:
         store.prepare()

@@ -102,7 +102,8 @@ class OpenJobs:
                 users.add(found[0])
                 self._state_bytes[found[0]] += num_bytes - self._states.get(job_id, 0)
                 self._states[job_id] = num_bytes
-        too_much = {one: _why("its", self._states[one], MAX_STATE_BYTES) for one in sizes if self._is_too_large(one)}
+        large = [one for one in sizes if self._states.get(one, 0) > MAX_STATE_BYTES]
+        too_much = {one: _why("its", self._states[one], MAX_STATE_BYTES) for one in large}
         for user in sorted(users - {""}):
             if (num_bytes := self._state_bytes[user]) > MAX_STATE_BYTES_OF_USER:
                 largest = max((one for one in self._states if self._jobs[one][0] == user), key=self._states.__getitem__)
@@ -112,9 +113,6 @@ class OpenJobs:
                 "all jobs'", num_bytes, MAX_STATE_BYTES_IN_ALL
             )
         return too_much
-
-    def _is_too_large(self, job_id: str) -> bool:
-        return self._states.get(job_id, 0) > MAX_STATE_BYTES
 
     def remove(self, job_id: str) -> None:
         """Stops counting a job, which has ended."""

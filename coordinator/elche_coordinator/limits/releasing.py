@@ -15,6 +15,7 @@ import grpc
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 Context = grpc.aio.ServicerContext[Any, Any]
+"""What gRPC tells a handler of its call."""
 
 
 def kind_of(handler: Any) -> str:

@@ -3,6 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from heapq import heapify, heapreplace
+from pathlib import Path
 from typing import TypeVar
 
 Thing = TypeVar("Thing")
@@ -10,9 +11,12 @@ Owner = Callable[[str], str]
 """The user who has submitted a job; empty for an unknown job."""
 
 
-def one_user(_: str) -> str:
-    """Where all jobs count as one user's."""
-    return ""
+def remove_crowded_out(files: Iterable[tuple[Path, str, int]], owner: Owner, most: int) -> None:
+    """Removes files so that the sizes of the others are at most `most` together (`crowded_out`). `files` are
+    (path, job, size), oldest first.
+    """
+    for path in crowded_out(((path, owner(job_id), size) for path, job_id, size in files), most):
+        path.unlink(missing_ok=True)
 
 
 def crowded_out(things: Iterable[tuple[Thing, str, int]], most: int) -> list[Thing]:

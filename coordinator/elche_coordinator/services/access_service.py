@@ -1,17 +1,13 @@
 """The gRPC service of tokens."""
 
-from typing import Any
-
-import grpc
-
 from elche.errors import InvalidJob
+from elche.mapping import to_message
 from elche.token import Role
 from elche.v1 import access_pb2, access_pb2_grpc
 from elche_coordinator.access.credentials import Credentials
 from elche_coordinator.access.tokens import IssuedTokens
+from elche_coordinator.limits.releasing import Context
 from elche_coordinator.roles import CALLER, TokenRecord
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 ROLES = {
     access_pb2.ROLE_VIEWER: Role.VIEWER,
@@ -58,11 +54,4 @@ class AccessServicer(access_pb2_grpc.AccessServiceServicer):
 
 
 def _message(token: TokenRecord) -> access_pb2.Token:
-    return access_pb2.Token(
-        id=token.id,
-        name=token.name,
-        role=MESSAGES[token.role],
-        made_at=token.made_at,
-        expires_at=token.expires_at,
-        made_by=token.made_by,
-    )
+    return to_message(token, access_pb2.Token, role=MESSAGES[token.role])

@@ -3,24 +3,28 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from typing import Any, TypeVar, assert_never
+from dataclasses import replace
+from typing import TypeVar, assert_never
 
 import grpc
 
 from elche.errors import ElcheError, InvalidJob, UnknownMessage, Unreachable
+from elche.mapping import from_message
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_coordinator import codec
 from elche_coordinator.core.messages.events import (
     DrainRequested,
     Event,
     HostFitnessChanged,
+    RankExited,
     RankStarted,
     StacksReported,
 )
-from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
-from elche_coordinator.core.records.ranks import Address
+from elche_coordinator.core.messages.ids import AgentId
+from elche_coordinator.core.records.ranks import address_of
 from elche_coordinator.driver import AnyStream, Driver
 from elche_coordinator.limits.budgets import HELLO_S
+from elche_coordinator.limits.releasing import Context
 from elche_coordinator.roles import CALLER
 from elche_coordinator.services.sessions import attend
 from elche_coordinator.streams.send_queue import SendQueue
@@ -28,7 +32,6 @@ from elche_coordinator.streams.transfers import BEGIN_S, Transfers
 
 log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Request = TypeVar("Request")
 
 MANY_IN_VAIN = 3
@@ -88,19 +91,13 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                     continue  # another connection has taken its place, or it has come before
                 match request.WhichOneof("message"):
                     case "rank_started":
-                        started = request.rank_started
-                        address = _address(started)
-                        event: Event = RankStarted(**address, agent_id=agent_id, log_path=started.log_path)
+                        event: Event = from_message(request.rank_started, RankStarted, agent_id=agent_id)
                     case "rank_exited":
-                        exited = request.rank_exited
-                        address = _address(exited)
-                        exited.log_tail = exited.log_tail if self._has(agent_id, address) else ""
-                        event = codec.rank_exited(address, agent_id, exited)
+                        exited = codec.rank_exited(agent_id, request.rank_exited)
+                        event = exited if self._has(exited) else replace(exited, log_tail="")
                     case "rank_stacks":
-                        told = request.rank_stacks
-                        address = _address(told)
-                        text = told.text if self._has(agent_id, address) else ""
-                        event = StacksReported(**address, agent_id=agent_id, text=text)
+                        stacks = from_message(request.rank_stacks, StacksReported, agent_id=agent_id)
+                        event = stacks if self._has(stacks) else replace(stacks, text="")
                     case "host_leaves":
                         event = DrainRequested(agent_id=agent_id, is_drained=True)
                     case "host_fitness":
@@ -121,13 +118,13 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
 
     def _note_arrival(self, agent_id: AgentId, stream: AnyStream) -> None:
         """Notes whether orders reach a host: jobs are placed on others meanwhile, and those that start there say so."""
+        host = self._driver.core.fleet.agents.get(agent_id)
+        before = problem = host.problem if host is not None else ""
         if stream.num_in_vain >= MANY_IN_VAIN:
             problem = UNREACHED
-        elif not stream.num_in_vain and self._problem(agent_id) == UNREACHED:
+        elif not stream.num_in_vain and before == UNREACHED:
             problem = ""
-        else:
-            return
-        if self._problem(agent_id) != problem:
+        if problem != before:
             self._driver.handle(self._fitness(agent_id, problem))
 
     def _fitness(self, agent_id: AgentId, problem: str) -> HostFitnessChanged:
@@ -140,15 +137,12 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                 log.info("agent=%s host=%s can start ranks again", agent_id, host.host)
         return HostFitnessChanged(agent_id=agent_id, problem=problem)
 
-    def _problem(self, agent_id: AgentId) -> str:
-        host = self._driver.core.fleet.agents.get(agent_id)
-        return host.problem if host is not None else ""
-
-    def _has(self, agent_id: AgentId, address: Address) -> bool:
-        """True if the process is on the agent's host. Of others, the core takes in nothing that an agent says, but the
-        event is written, for the acknowledgement: without the text, which may be long.
+    def _has(self, event: RankExited | StacksReported) -> bool:
+        """True if the event's process is on its agent's host. Of others, the core takes in nothing that an agent says,
+        but the event is written, for the acknowledgement: without the text, which may be long.
         """
-        return self._driver.core.is_there(address) and self._driver.core.agent_of(address) == agent_id
+        address, core = address_of(event), self._driver.core
+        return core.is_there(address) and core.agent_of(address) == event.agent_id
 
     async def Deliver(
         self, request_iterator: AsyncIterator[agent_pb2.DeliverRequest], context: Context
@@ -177,11 +171,3 @@ async def _next(requests: AsyncIterator[Request], wait_s: float) -> Request | No
             return await anext(requests, None)
     except TimeoutError:
         raise Unreachable(f"nothing has come for {wait_s:g} s") from None
-
-
-def _address(message: agent_pb2.RankStarted | agent_pb2.RankExited | agent_pb2.RankStacks) -> Address:
-    return {
-        "job_id": JobId(message.job_id),
-        "rank": Rank(message.rank),
-        "incarnation": Incarnation(message.incarnation),
-    }

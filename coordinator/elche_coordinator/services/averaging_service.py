@@ -1,9 +1,6 @@
 """The gRPC service that averages for ranks which cannot reach each other."""
 
 from collections.abc import AsyncIterator
-from typing import Any
-
-import grpc
 
 from elche.v1 import averaging_pb2, averaging_pb2_grpc
 from elche_coordinator.collectives.averaging import Averager, RelayAborted, take_part
@@ -11,9 +8,8 @@ from elche_coordinator.core.messages.commands import SendAbandon, SendFormGroup,
 from elche_coordinator.core.messages.events import RoundFailed
 from elche_coordinator.core.messages.ids import GenerationId, RoundId
 from elche_coordinator.driver import Driver
+from elche_coordinator.limits.releasing import Context
 from elche_coordinator.services.interceptor import authenticated
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class AveragingServicer(averaging_pb2_grpc.AveragingServiceServicer):

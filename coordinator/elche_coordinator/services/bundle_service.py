@@ -1,19 +1,15 @@
 """The gRPC service of bundles: clients upload them, ranks fetch that of their job."""
 
 from collections.abc import AsyncIterator
-from typing import Any
-
-import grpc
 
 from elche.errors import InvalidJob
 from elche.v1 import bundle_pb2, bundle_pb2_grpc
 from elche_coordinator.driver import Driver
 from elche_coordinator.limits.budgets import MAX_ANNOUNCED_BYTES_OF_CALLER, Budget
+from elche_coordinator.limits.releasing import Context
 from elche_coordinator.roles import CALLER
 from elche_coordinator.services.interceptor import authenticated
 from elche_coordinator.storage.bundles import MAX_TOTAL_BYTES, Bundles
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class BundleServicer(bundle_pb2_grpc.BundleServiceServicer):

@@ -18,6 +18,7 @@ from elche_coordinator.access.credentials import Credentials
 from elche_coordinator.access.tokens import Grant
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
+from elche_coordinator.limits.backlog import Turns
 from elche_coordinator.limits.budgets import (
     FILE_CALLS,
     FOLDER_CALL,
@@ -44,7 +45,7 @@ from elche_coordinator.limits.budgets import (
 )
 from elche_coordinator.limits.processor import Processor
 from elche_coordinator.limits.receiving import Receiving
-from elche_coordinator.limits.turns import Turns
+from elche_coordinator.limits.releasing import Context, kind_of
 from elche_coordinator.roles import CALLER, CHANGES, HAS_CHANGED, NEEDED, Caller
 from elche_coordinator.services.validation import MAX_RANKS, NUM_RANKS
 from elche_coordinator.streams.streams import Superseded
@@ -66,7 +67,6 @@ SESSION = "/elche.v1.RankService/Converse"
 ATTENDANCE = "/elche.v1.AgentService/Attend"
 """The method of an agent's session."""
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Pause = Callable[[int], Awaitable[None]]
 """Waits until a message of so many bytes may be read."""
 Counted = Callable[[int], AbstractContextManager[None]]
@@ -142,7 +142,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
                 return self._session(handler)
             is_ranks = method.startswith(OWN_SERVICES)  # the health check is open
             return self._of_rank(handler, method) if is_ranks else handler
-        return self._streamed(handler, method) if handler.response_streaming else self._single(handler, method)
+        return self._of_client(handler, method)
 
     async def _let_in(self, context: Context, method: str, during: ExitStack) -> Grant | None:
         """Sets `CALLER` and returns the grant of a made token. Ends the call if the caller may not make it, has too
@@ -202,75 +202,60 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     def _of_rank(self, handler: Any, method: str) -> Any:
         """Wraps the handler of a rank's call with the check of its secret."""
 
-        async def respond(sent: Any, context: Context) -> None:
+        async def stream(sent: Any, context: Context) -> None:
             with ExitStack() as stack:
-                request, user = await self._rank_request(handler, method, sent, context, stack)
-                answer = (handler.response_serializer or _as_it_is)(await handler.unary_unary(request, context))
-                is_taken = await self._write(answer, context, "", partial(self._unread_of_ranks.taking, user))
+                user = await self._let_rank_in(context, method, stack)
+                receiving, held = self._received_of_ranks.turn(user), partial(self._requests_of_ranks.taking, user)
+                request = await _request(handler, sent, context, receiving, stack, held)
+                unread = _no_bound if handler.response_streaming else partial(self._unread_of_ranks.taking, user)
+                async with aclosing(_responses(handler, _function_of(handler), request, context)) as responses:
+                    is_taken = await self._write_all(handler, responses, context, "", unread)
                 if not is_taken:
                     await self._abort_unread(context)
+
+        return _as_stream(handler, stream)
+
+    def _of_client(self, handler: Any, method: str) -> Any:
+        """Wraps the handler of a client's or agent's call, which ends with the caller's token. To gRPC a single answer
+        is a stream, too, of which each part can be waited for: else gRPC holds what the caller does not take, and says
+        nothing.
+        """
 
         async def stream(sent: Any, context: Context) -> None:
             with ExitStack() as stack:
-                request, _ = await self._rank_request(handler, method, sent, context, stack)
-                inner = handler.stream_stream or handler.unary_stream
-                async with aclosing(inner(request, context)) as responses:
-                    is_taken = await self._write_each(responses, context, "", _no_bound)
-                if not is_taken:
-                    await self._abort_unread(context)
-
-        if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
-        return grpc.stream_stream_rpc_method_handler(respond, None, None)
-
-    async def _rank_request(
-        self, handler: Any, method: str, sent: Any, context: Context, during: ExitStack
-    ) -> tuple[Any, str]:
-        """The request of a rank that is let in, and the rank's user; both count within `during`."""
-        user = await self._let_rank_in(context, method, during)
-        held = partial(self._requests_of_ranks.taking, user)
-        return await _request(handler, sent, context, self._received_of_ranks.turn(user), during, held), user
-
-    def _single(self, handler: Any, method: str) -> Any:
-        """Wraps a handler with one response. To gRPC it is a stream, of which each part can be waited for: of a single
-        answer gRPC holds what the caller does not take, and says nothing.
-        """
-        inner, is_change = handler.stream_unary or handler.unary_unary, method.rpartition("/")[2] in CHANGES
-
-        async def respond(sent: Any, context: Context) -> None:
-            with ExitStack() as stack:
                 grant = await self._let_in(context, method, stack)
-                payer, unread = _payer(CALLER.get(), method), self._unread_by(method)
-                getting = self._processor.metered(payer, of_caller(sent, context, payer, stack))
-                answer = await (getting if grant is None else self._until_ended(grant, getting, context))
-                is_taken = await self._write(answer, context, payer, unread)
+                payer = _payer(CALLER.get(), method)
+                async with (
+                    aclosing(self._answers(handler, method, sent, context, stack)) as answers,
+                    aclosing(self._processor.metered_parts(payer, answers)) as parts,
+                    aclosing(parts if grant is None else self._each_until_ended(grant, parts, context)) as until_ended,
+                ):
+                    is_taken = await self._write_all(handler, until_ended, context, payer, self._unread_by(method))
                 if not is_taken:
                     await self._abort_unread(context)
 
-        async def of_caller(sent: Any, context: Context, payer: str, during: ExitStack) -> Any:
-            receiving, held = self._received.turn(CALLER.get().name), partial(self._requests.taking, CALLER.get().name)
-            pause = lambda _: self._processor.pause(payer)  # noqa: E731
-            request = await _request(handler, sent, context, receiving, during, held, pause)
-            answer = self._audited(inner, method, request, context) if is_change else inner(request, context)
-            # Serialized here and not by gRPC, so that the caller is charged for it.
-            serialize = handler.response_serializer or _as_it_is
-            return serialize(await answer)
+        return _as_stream(handler, stream)
 
-        return grpc.stream_stream_rpc_method_handler(respond, None, None)
+    async def _answers(
+        self, handler: Any, method: str, sent: Any, context: Context, during: ExitStack
+    ) -> AsyncGenerator[Any, None]:
+        """The answers to a client or agent that was let in, whose request counts within `during`."""
+        caller, call, function = CALLER.get(), method.rpartition("/")[2], _function_of(handler)
 
-    async def _until_ended(self, grant: Grant, answer: Awaitable[Any], context: Context) -> Any:
-        """The response, unless the token expires or is revoked before."""
-        answering, ending = asyncio.ensure_future(answer), asyncio.ensure_future(self._credentials.ended(grant))
-        try:
-            await asyncio.wait({answering, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():
-                await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"the token has ended: {HOW}")
-            return answering.result()
-        finally:
-            ending.cancel()
-            answering.cancel()
-            # The handler must have ended before its call counts as closed.
-            await asyncio.wait({answering})
+        async def pause(num_bytes: int) -> None:
+            if method == ATTENDANCE:
+                await self._agent_turns.take(caller.name, num_bytes)
+            await self._processor.pause(_payer(caller, method))
+
+        receiving, held = self._received.turn(caller.name), partial(self._requests.taking, caller.name)
+        request = await _request(handler, sent, context, receiving, during, held, pause)
+        if call in CHANGES and handler.response_streaming:
+            self._audit.note(caller, call, "", context.peer(), "begun")
+        elif call in CHANGES:
+            function = partial(self._audited, function, method)
+        async with aclosing(_responses(handler, function, request, context)) as responses:
+            async for response in responses:
+                yield response
 
     async def _audited(self, inner: Any, method: str, request: Any, context: Context) -> Any:
         outcome = "failed"
@@ -287,58 +272,30 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             made = getattr(response, "job_id", "") if outcome in ("done", UNCHANGED) else ""
             self._audit.note(CALLER.get(), method.rpartition("/")[2], what or made, context.peer(), outcome)
 
-    def _streamed(self, handler: Any, method: str) -> Any:
-        """Wraps a handler with a stream of responses, which ends with the caller's token."""
-        inner = handler.stream_stream or handler.unary_stream
-
-        async def stream(sent: Any, context: Context) -> None:
-            with ExitStack() as stack:
-                grant = await self._let_in(context, method, stack)
-                payer = _payer(CALLER.get(), method)
-                pause = partial(self._agent_turns.take, CALLER.get().name) if method == ATTENDANCE else _at_once
-                receiving = self._received.turn(CALLER.get().name)
-                held = partial(self._requests.taking, CALLER.get().name)
-                requesting = _request(handler, sent, context, receiving, stack, held, pause)
-                request = await self._processor.metered(payer, requesting)
-                if (call := method.rpartition("/")[2]) in CHANGES:
-                    self._audit.note(CALLER.get(), call, "", context.peer(), "begun")
-                async with (
-                    aclosing(inner(request, context)) as responses,
-                    aclosing(self._processor.metered_parts(payer, responses)) as parts,
-                    aclosing(parts if grant is None else self._each_until_ended(grant, parts, context)) as until_ended,
-                ):
-                    is_taken = await self._write_each(until_ended, context, payer, self._unread_by(method))
-                if not is_taken:
-                    await self._abort_unread(context)
-
-        return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
-
     def _unread_by(self, method: str) -> Counted:
         """Counts what the present caller does not take; of agents, who take all, nothing."""
         is_agents = NEEDED[method] is Role.AGENT
         return _no_bound if is_agents else partial(self._unread.taking, CALLER.get().name)
 
-    async def _write_each(self, responses: AsyncIterator[Any], context: Context, payer: str, unread: Counted) -> bool:
-        """Sends the responses; returns False if the caller takes none for too long."""
-        async for response in responses:
-            if not await self._write(response, context, payer, unread):
-                return False
-        return True
-
-    async def _write(self, response: Any, context: Context, payer: str, unread: Counted) -> bool:
-        """Sends a response; returns False if the caller does not take it for too long. Ends the call if there is too
-        much that the caller does not take.
+    async def _write_all(
+        self, handler: Any, responses: AsyncIterator[Any], context: Context, payer: str, unread: Counted
+    ) -> bool:
+        """Sends the responses; returns False if the caller does not take one for too long. Ends the call if there is
+        too much that the caller does not take.
         """
-        num_bytes = response.ByteSize() if isinstance(response, Message) else len(response)
-        try:
-            async with answering(context):
-                with unread(num_bytes):
-                    async with asyncio.timeout(self._take_s) as taking:
-                        await self._processor.metered(payer, context.write(response))
-        except TimeoutError:
-            if taking.expired():
-                return False
-            raise
+        async for response in responses:
+            num_bytes = response.ByteSize() if isinstance(response, Message) else len(response)
+            try:
+                async with answering(context):
+                    with unread(num_bytes):
+                        async with asyncio.timeout(self._take_s) as taking:
+                            await self._processor.metered(payer, context.write(response))
+            except TimeoutError:
+                if taking.expired():
+                    return False
+                raise
+            if not handler.response_streaming:  # nothing follows: the call does not wait for its caller's turn
+                break
         return True
 
     async def _abort_unread(self, context: Context) -> None:
@@ -348,22 +305,24 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     async def _each_until_ended(
         self, grant: Grant, responses: AsyncIterator[Any], context: Context
     ) -> AsyncGenerator[Any, None]:
-        """The responses, until the token ends."""
+        """The responses, until the token expires or is revoked; one that is there by then is still sent."""
         ending = asyncio.ensure_future(self._credentials.ended(grant))
         getting = asyncio.ensure_future(anext(responses, None))
         try:
             while True:
                 await asyncio.wait({getting, ending}, return_when=asyncio.FIRST_COMPLETED)
+                if getting.done():
+                    if (response := getting.result()) is None:
+                        return
+                    yield response
                 if ending.done():
                     await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"the token has ended: {HOW}")
-                if (response := getting.result()) is None:
-                    return
-                yield response
                 getting = asyncio.ensure_future(anext(responses, None))
         finally:
             ending.cancel()
             getting.cancel()
-            # A generator that runs cannot be closed: `aclosing` would raise.
+            # A generator that runs cannot be closed: `aclosing` would raise. And the handler must have ended before its
+            # call counts as closed.
             await asyncio.wait({getting})
 
 
@@ -372,8 +331,27 @@ def _payer(caller: Caller, method: str) -> str:
     return "" if NEEDED[method] is Role.AGENT else caller.name
 
 
-def _as_it_is(response: Any) -> Any:
-    return response
+def _function_of(handler: Any) -> Any:
+    return getattr(handler, kind_of(handler))
+
+
+def _as_stream(handler: Any, stream: Callable[[Any, Context], Awaitable[None]]) -> Any:
+    """The handler of a method that gRPC is told takes and gives streams (`AccessInterceptor`)."""
+    serialize = handler.response_serializer if handler.response_streaming else None
+    return grpc.stream_stream_rpc_method_handler(stream, None, serialize)
+
+
+async def _responses(handler: Any, function: Any, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+    """What the handler's function answers. A single answer is serialized here and not by gRPC, so that the caller is
+    charged for it.
+    """
+    if not handler.response_streaming:
+        answer = await function(request, context)
+        yield handler.response_serializer(answer) if handler.response_serializer else answer
+        return
+    async with aclosing(function(request, context)) as responses:
+        async for response in responses:
+            yield response
 
 
 async def _at_once(num_bytes: int) -> None:

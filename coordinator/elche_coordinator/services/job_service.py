@@ -8,18 +8,16 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import grpc
-
 from elche.errors import InvalidJob, UnknownJob
 from elche.v1 import job_pb2, job_pb2_grpc
 from elche_coordinator import codec
 from elche_coordinator.archive.artifacts import Artifacts
-from elche_coordinator.archive.best_model import best_weights
 from elche_coordinator.archive.catalogue import JobCatalogue
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.driver import Driver
 from elche_coordinator.job_states import DECIDED
 from elche_coordinator.limits.budgets import MAX_LOGS, MAX_LOGS_OF_CALLER, Budget
+from elche_coordinator.limits.releasing import Context
 from elche_coordinator.roles import CALLER, HAS_CHANGED
 from elche_coordinator.services import requests
 from elche_coordinator.services.faults import Faults
@@ -40,7 +38,6 @@ MAX_PAGE = 200
 PAGE_BYTES = 2 << 20
 """Approximate size of one answer."""
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Item = TypeVar("Item")
 
 
@@ -111,13 +108,13 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             self._driver.watchers.unwatch(request.job_id, queue)
 
     async def CancelJob(self, request: job_pb2.CancelJobRequest, context: Context) -> job_pb2.CancelJobResponse:
-        before = requests.cancel(self._driver, requests.own_view(self._catalogue, request.job_id))
+        before = requests.cancel(self._driver, self._own_view(request.job_id))
         await requests.taken(self._driver)
         return job_pb2.CancelJobResponse(changed=before not in DECIDED, state=codec.STATES[before])
 
     async def ResumeJob(self, request: job_pb2.ResumeJobRequest, context: Context) -> job_pb2.ResumeJobResponse:
         check_settings(request.settings)
-        view = requests.own_view(self._catalogue, request.job_id)
+        view = self._own_view(request.job_id)
         submitter = CALLER.get().submitter(request.submitted_by)
         job_id, path = await requests.resume(
             self._driver, self._catalogue, self._artifacts, self._bundles, view, request.settings, submitter
@@ -127,12 +124,12 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     async def CheckpointJob(
         self, request: job_pb2.CheckpointJobRequest, context: Context
     ) -> job_pb2.CheckpointJobResponse:
-        requests.request_checkpoint(self._driver, requests.own_view(self._catalogue, request.job_id))
+        requests.request_checkpoint(self._driver, self._own_view(request.job_id))
         await requests.taken(self._driver)
         return job_pb2.CheckpointJobResponse()
 
     async def PauseJob(self, request: job_pb2.PauseJobRequest, context: Context) -> job_pb2.PauseJobResponse:
-        view = requests.own_view(self._catalogue, request.job_id)
+        view = self._own_view(request.job_id)
         is_open = view.state not in DECIDED and (view.state == "paused") != request.is_paused
         HAS_CHANGED.set(is_open)
         if is_open:
@@ -141,9 +138,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         return job_pb2.PauseJobResponse(changed=is_open, state=codec.STATES[view.state])
 
     async def ScaleJob(self, request: job_pb2.ScaleJobRequest, context: Context) -> job_pb2.ScaleJobResponse:
-        before = requests.scale(
-            self._driver, self._catalogue, requests.own_view(self._catalogue, request.job_id), request.num_ranks
-        )
+        before = requests.scale(self._driver, self._own_view(request.job_id), request.num_ranks)
         await requests.taken(self._driver)
         return job_pb2.ScaleJobResponse(num_ranks_before=before)
 
@@ -165,14 +160,14 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
                 yield one
 
     async def InjectFault(self, request: job_pb2.InjectFaultRequest, context: Context) -> job_pb2.InjectFaultResponse:
-        host = self._faults.inject(requests.own_view(self._catalogue, request.job_id), request)
+        host = self._faults.inject(self._own_view(request.job_id), request)
         return job_pb2.InjectFaultResponse(host=host)
 
     async def FetchModel(
         self, request: job_pb2.FetchModelRequest, context: Context
     ) -> AsyncIterator[job_pb2.FetchModelResponse]:
         view = self._catalogue.known_view(request.job_id)
-        find = best_weights if request.best else requests.model_chunks
+        find = requests.best_weights if request.best else requests.model_chunks
         rest = Rest(request.offset, request.sha256)
         found = find(self._catalogue, self._driver.agents, self._artifacts, view, rest)
         num_sent = 0
@@ -210,6 +205,9 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         num_events = request.num_events if request.HasField("num_events") else None
         async for data in self._journals.chunks(request.job_id, num_events):
             yield job_pb2.FetchJournalResponse(data=data)
+
+    def _own_view(self, job_id: str) -> JobView:
+        return requests.own_view(self._catalogue, job_id)
 
     def _message(self, job_id: str) -> job_pb2.JobView:
         return _view_message(self._catalogue.known_view(job_id))

@@ -4,9 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from typing import Any
-
-import grpc
 
 from elche.errors import ElcheError, InvalidJob, NotAllowed
 from elche.v1 import rank_pb2, rank_pb2_grpc
@@ -15,6 +12,7 @@ from elche_coordinator.core.messages.events import JobBroken, LoopAttached, Rank
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import AnyStream, Driver
+from elche_coordinator.limits.releasing import Context
 from elche_coordinator.roles import CALLER
 from elche_coordinator.services.interceptor import authenticated, num_received_of
 from elche_coordinator.services.requests import new_job_id
@@ -25,8 +23,6 @@ from elche_coordinator.telemetry.timelines import Timelines
 log = logging.getLogger(__name__)
 
 MAX_LOOP_RANKS = 10_000
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RankServicer(rank_pb2_grpc.RankServiceServicer):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 
-from elche.artifacts import MODEL
+from elche.artifacts import BEST, MODEL
 from elche.errors import InvalidJob, TooMuch, UnknownJob
 from elche_coordinator.archive.artifacts import Artifacts
 from elche_coordinator.archive.catalogue import JobCatalogue
@@ -22,7 +22,7 @@ from elche_coordinator.core.messages.events import (
     PauseRequested,
     ScaleRequested,
 )
-from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.reports import JobResult
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
@@ -54,24 +54,24 @@ async def submit(driver: Driver, spec: JobSpec, key: str = "") -> JobId:
     job_id = new_job_id(spec.name)
     driver.handle(JobSubmitted(job_id=job_id, spec=spec, submitted_at=time.time(), key=key))
     try:
-        async with asyncio.timeout(WRITE_S):
-            await driver.durable()
-    except TimeoutError:
+        await taken(driver, otherwise="the job was withdrawn")
+    except TooMuch:
         # Its client is told that nothing was submitted, and may submit it again.
         driver.handle(JobCancelled(job_id=job_id))
-        why = driver.writer.failing or f"the disk has not responded for {WRITE_S:.0f} s"
-        raise TooMuch(f"the coordinator cannot write its records ({why}); the job was withdrawn") from None
+        raise
     return job_id
 
 
-async def taken(driver: Driver) -> None:
-    """Waits until what a caller has asked for is durable. Raises `TooMuch` when that takes too long."""
+async def taken(driver: Driver, *, otherwise: str = "it does this once it can") -> None:
+    """Waits until what a caller has asked for is durable. Raises `TooMuch` when that takes too long; `otherwise`: what
+    comes of it then.
+    """
     try:
         async with asyncio.timeout(WRITE_S):
             await driver.durable()
     except TimeoutError:
         why = driver.writer.failing or f"the disk has not responded for {WRITE_S:.0f} s"
-        raise TooMuch(f"the coordinator cannot write its records ({why}); it does this once it can") from None
+        raise TooMuch(f"the coordinator cannot write its records ({why}); {otherwise}") from None
 
 
 async def resume(
@@ -162,6 +162,29 @@ def model_chunks(
     return artifacts.from_host([ask], view.job_id, MODEL, absent, rest=rest)
 
 
+def best_weights(
+    catalogue: JobCatalogue, agents: Agents, artifacts: Artifacts, view: JobView, rest: Rest
+) -> AsyncGenerator[bytes]:
+    """The best weights of a job, or the rest of them, from a host that has them: of the final model, or before that of
+    the best checkpoint. Raises `InvalidJob` when there is none, or no connected host has it.
+    """
+    result = catalogue.result(view.job_id)
+    if result is not None and result.model_is and result.best_epoch is not None and not result.best_problem:
+        holders = agents.holders(view.job_id, AgentId(result.model_agent_id), result.model_folder)
+        if holders or artifacts.has(view.job_id, BEST):
+            ask = partial(agents.ask_for_model, view.job_id, result, rest, best=True)
+            return artifacts.from_host([ask], view.job_id, BEST, "", rest=rest)
+    best = next((one for one in view.checkpoints if one.is_best), None)
+    if best is None:
+        raise InvalidJob(f"job {view.job_id} has no best checkpoint: that needs `monitor`, and an epoch's evaluation")
+    if "://" in best.path:
+        files = "model.safetensors (ema.safetensors of a job with ema)"
+        raise InvalidJob(f"the best checkpoint of job {view.job_id} is {best.path}: read its {files} there")
+    asks = [partial(agents.ask_for_checkpoint, view.job_id, one, best.path, rest) for one in agents.hosts_of(view)]
+    absent = f"no host of job {view.job_id} is here any more; its best checkpoint is {best.path} there"
+    return artifacts.from_host(asks, view.job_id, artifacts.weights_of(view.job_id, best.path), absent, rest=rest)
+
+
 def cancel(driver: Driver, view: JobView) -> str:
     """Cancels a job, unless its outcome is decided; returns its state before."""
     HAS_CHANGED.set(view.state not in DECIDED)
@@ -177,11 +200,11 @@ def pause(driver: Driver, view: JobView, *, is_paused: bool) -> None:
     driver.handle(PauseRequested(job_id=JobId(view.job_id), is_paused=is_paused))
 
 
-def scale(driver: Driver, catalogue: JobCatalogue, view: JobView, num_ranks: int) -> int:
+def scale(driver: Driver, view: JobView, num_ranks: int) -> int:
     """Changes a job's number of ranks; returns the previous one. Raises `InvalidJob`."""
     if num_ranks < 1:
         raise InvalidJob("a job has at least 1 rank; pause it to have none train")
-    before = catalogue.num_wanted(view.job_id)
+    before = driver.core.num_wanted(JobId(view.job_id))
     if before is None:
         why = "has ended" if view.state in DECIDED else "repeats a recording, or is a script with its own loop"
         raise InvalidJob(f"the number of ranks of job {view.job_id} cannot be changed: it {why}")

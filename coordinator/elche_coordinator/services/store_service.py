@@ -4,8 +4,6 @@ import secrets
 from functools import partial
 from typing import Any
 
-import grpc
-
 from elche.errors import Unreachable
 from elche.protocol import TABLE
 from elche.v1 import store_pb2, store_pb2_grpc
@@ -13,9 +11,8 @@ from elche_coordinator.collectives.rendezvous import Rendezvous
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.driver import Driver
 from elche_coordinator.limits.budgets import MAX_STORES_BYTES, MAX_STORES_BYTES_OF_USER, Held
+from elche_coordinator.limits.releasing import Context
 from elche_coordinator.services.interceptor import authenticated
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class StoreServicer(store_pb2_grpc.StoreServiceServicer):

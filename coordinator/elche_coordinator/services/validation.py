@@ -18,13 +18,12 @@ from elche.ready import MAX_TENSORS, MAX_TENSORS_CHARS
 from elche.samples import MAX_FIGURES, MAX_VALUES, NUM_POSITIONS
 from elche.settings import SETTINGS
 from elche.status import answering
-from elche_coordinator.limits.releasing import kind_of
+from elche_coordinator.limits.releasing import Context, kind_of
 
 log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
-Check = Callable[[Any], str]
-"""Returns the problem of a value as text; empty when it has none."""
+Check = Callable[[Any, int], str]
+"""Returns the problem of a value, at a depth of nesting, as text; empty when it has none."""
 
 MAX_CHARACTERS = 4096
 """Longest text of a field without a bound of its own."""
@@ -169,60 +168,49 @@ def _problem(message: Message, depth: int) -> str:
 
 
 @cache
-def _checks(descriptor: Descriptor) -> dict[int, Callable[[Any, int], str]]:
-    """Checks of a message class's fields, by field number, with the nesting depth as an argument."""
+def _checks(descriptor: Descriptor) -> dict[int, Check]:
+    """Checks of a message class's fields, by field number."""
     return {field.number: _check_of(field) for field in descriptor.fields}
 
 
-def _check_of(field: FieldDescriptor) -> Callable[[Any, int], str]:
+def _check_of(field: FieldDescriptor) -> Check:
     assert field.containing_type is not None
     name = f"{field.containing_type.name}.{field.name}"
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
-        key, value = (field.message_type.fields_by_name[part] for part in ("key", "value"))
-        return partial(
-            _map_problem, name, ENTRIES.get(name, MAX_ENTRIES), _check_one(key, name), _check_one(value, name)
-        )
-    if field.is_repeated:
-        bounds = ENTRIES.get(name, MAX_ENTRIES), ALL_CHARACTERS.get(name)
-        check = partial(_list_problem, name, *bounds, _check_all(field, name), _check_one(field, name))
-        return partial(_of_ranks_problem, name, check) if name in OF_RANKS else check
-    return _check_one(field, name)
+        return _map_check(field.message_type, name)
+    return _list_check(field, name) if field.is_repeated else _check_one(field, name)
 
 
-def _map_problem(
-    name: str,
-    most: int,
-    of_key: Callable[[Any, int], str],
-    of_value: Callable[[Any, int], str],
-    value: Any,
-    depth: int,
-) -> str:
-    if len(value) > most:
-        return f"{name} has {len(value)} entries; at most {most} are taken"
-    return next(
-        (problem for key in value if (problem := of_key(key, depth) or of_value(value[key], depth))),
-        "",
-    )
+def _map_check(entry: Descriptor, name: str) -> Check:
+    of_key, of_value = (_check_one(entry.fields_by_name[part], name) for part in ("key", "value"))
+    most = ENTRIES.get(name, MAX_ENTRIES)
+
+    def check(value: Any, depth: int) -> str:
+        if len(value) > most:
+            return f"{name} has {len(value)} entries; at most {most} are taken"
+        return next((problem for key in value if (problem := of_key(key, depth) or of_value(value[key], depth))), "")
+
+    return check
 
 
-def _list_problem(
-    name: str,
-    most: int,
-    all_characters: int | None,
-    are_fine: Callable[[Any], bool],
-    of_one: Callable[[Any, int], str],
-    value: Any,
-    depth: int,
-) -> str:
-    if len(value) > most:
-        return f"{name} has {len(value)} entries; at most {most} are taken"
-    if name in ALL_ENTRIES and (problem := _all_entries_problem(name, value)):
-        return problem
-    if all_characters is not None and (found := sum(map(len, value))) > all_characters:
-        return f"{name} has {found} characters; at most {all_characters} are taken"
-    if are_fine(value):
-        return ""
-    return next((problem for one in value if (problem := of_one(one, depth))), "")
+def _list_check(field: FieldDescriptor, name: str) -> Check:
+    most, all_characters = ENTRIES.get(name, MAX_ENTRIES), ALL_CHARACTERS.get(name)
+    are_fine, of_one = _check_all(field, name), _check_one(field, name)
+
+    def check(value: Any, depth: int) -> str:
+        if name in OF_RANKS and len(value) > (num_ranks := NUM_RANKS.get()):
+            return f"{name} has {len(value)} entries; the job has {num_ranks} ranks"
+        if len(value) > most:
+            return f"{name} has {len(value)} entries; at most {most} are taken"
+        if name in ALL_ENTRIES and (problem := _all_entries_problem(name, value)):
+            return problem
+        if all_characters is not None and (found := sum(map(len, value))) > all_characters:
+            return f"{name} has {found} characters; at most {all_characters} are taken"
+        if are_fine(value):
+            return ""
+        return next((problem for one in value if (problem := of_one(one, depth))), "")
+
+    return check
 
 
 def _all_entries_problem(name: str, value: Any) -> str:
@@ -234,12 +222,6 @@ def _all_entries_problem(name: str, value: Any) -> str:
             return f"{name} has {found} {' and '.join(path)} in all; at most {most} are taken"
         level = [inner for one in level for inner in getattr(one, of)]
     return ""
-
-
-def _of_ranks_problem(name: str, check: Callable[[Any, int], str], value: Any, depth: int) -> str:
-    if len(value) > (num_ranks := NUM_RANKS.get()):
-        return f"{name} has {len(value)} entries; the job has {num_ranks} ranks"
-    return check(value, depth)
 
 
 def _check_all(field: FieldDescriptor, name: str) -> Callable[[Any], bool]:
@@ -260,7 +242,7 @@ def _check_all(field: FieldDescriptor, name: str) -> Callable[[Any], bool]:
             return lambda values: False
 
 
-def _check_one(field: FieldDescriptor, name: str) -> Callable[[Any, int], str]:
+def _check_one(field: FieldDescriptor, name: str) -> Check:
     match field.cpp_type:
         case FieldDescriptor.CPPTYPE_MESSAGE:
             return lambda value, depth: _problem(value, depth + 1)

@@ -54,33 +54,26 @@ class GroupMember(Protocol):
     @property
     def is_frozen(self) -> bool:
         """True if the process is stopped."""
-        ...
 
     def is_in(self, entry: "RoundEntry") -> bool:
         """True if it still waits for the result of this contribution."""
-        ...
 
     def on_formed(self, generation: GenerationId) -> None:
         """The process group of a generation stands."""
-        ...
 
     def on_apart(self, generation: GenerationId) -> None:
         """The process group of a generation cannot be built: its members cannot reach each other."""
-        ...
 
     def receive_result(
         self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: RoundEntry
     ) -> None:
         """The collective has finished."""
-        ...
 
     def give_up(self, round_id: RoundId, entry: RoundEntry) -> None:
         """The round is given up on all members."""
-        ...
 
     def fail(self, round_id: RoundId, entry: RoundEntry) -> None:
         """The collective has failed here, since a member is gone."""
-        ...
 
 
 FROZEN_S = 0.02

@@ -32,8 +32,7 @@ from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.generation import Generation
 from elche_coordinator.simulator.clock import VirtualClock
 from elche_coordinator.simulator.collective import Collective, Fate
-from elche_coordinator.simulator.saved import FOLDER, JOB_FOLDER, Saved
-from elche_coordinator.simulator.synthetic import SyntheticRank
+from elche_coordinator.simulator.synthetic import FOLDER, JOB_FOLDER, Saved, SyntheticRank
 
 NO_CHECKPOINT = json.dumps({MISSING: f"there is no checkpoint {FOLDER}"})
 JOB = JobId("job")
@@ -309,10 +308,12 @@ class Simulation:
                 assert_never(command)
 
     def _send(self, receiver: str, action: Callable[[], None]) -> None:
+        self._let_arrive(receiver, action, max(self._durable_s, self.clock.now_s))
+
+    def _let_arrive(self, way: str, action: Callable[[], None], sent_s: float) -> None:
         delay_s = self.latency_ms / 1000 * self._random.uniform(0.5, 1.5)
-        sent_s = max(self._durable_s, self.clock.now_s)
-        arrival_s = max(sent_s + delay_s, self._arrivals_s.get(receiver, 0.0))  # in order, and many are on their way
-        self._arrivals_s[receiver] = arrival_s
+        arrival_s = max(sent_s + delay_s, self._arrivals_s.get(way, 0.0))  # in order, and many are on their way
+        self._arrivals_s[way] = arrival_s
         self.clock.at(arrival_s, action)
 
     def _deliver(self, command: SessionCommand) -> None:
@@ -326,16 +327,10 @@ class Simulation:
             self._deliver(command)
 
     def _receive(self, rank: Rank, event: events.Event) -> None:
-        if isinstance(event, events.RankExited | events.RankStarted):  # its agent says that
-            self._send_up(f"from {rank}", lambda: self.handle(event))
-        else:
-            self._send_up(f"from {rank}", partial(self._unless_cut_off, rank, lambda: self.handle(event)))
-
-    def _send_up(self, sender: str, action: Callable[[], None]) -> None:
-        delay_s = self.latency_ms / 1000 * self._random.uniform(0.5, 1.5)
-        arrival_s = max(self.clock.now_s + delay_s, self._arrivals_s.get(sender, 0.0))
-        self._arrivals_s[sender] = arrival_s
-        self.clock.at(arrival_s, action)
+        arrive = partial(self.handle, event)
+        if not isinstance(event, events.RankExited | events.RankStarted):  # its agent says that
+            arrive = partial(self._unless_cut_off, rank, arrive)
+        self._let_arrive(f"from {rank}", arrive, self.clock.now_s)
 
     def _start_rank(self, command: StartRank) -> None:
         saved = self.saved if self.disks is None else self.disks.setdefault(command.agent_id, {})

@@ -6,7 +6,7 @@ model itself, not only in the coordinator's books.
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import Any, assert_never
@@ -14,16 +14,36 @@ from typing import Any, assert_never
 from elche.header import header_digest
 from elche_coordinator.core.messages import commands, events
 from elche_coordinator.core.messages.ids import AgentId, Attempt, GenerationId, Rank, RoundId
-from elche_coordinator.core.messages.spec import HeaderRow, Lease, TensorSum
+from elche_coordinator.core.messages.spec import EpochWork, HeaderRow, Lease, TensorSum
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.simulator.clock import ProcessClock, VirtualClock
 from elche_coordinator.simulator.collective import Collective, Parameters, RoundEntry
-from elche_coordinator.simulator.saved import FOLDER, Saved, work_of
 
+JOB_FOLDER = "simulated"
+FOLDER = f"{JOB_FOLDER}/checkpoints"
 REPORT_EVERY_S = 0.05
 """Seconds between two reports of progress, as of a real rank."""
 PROBE_S = 3.0
 """Seconds for which a rank tries to reach another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A complete checkpoint."""
+
+    name: str
+    parameters: Parameters
+    training: str
+
+
+def work_of(pieces: list[Lease]) -> tuple[EpochWork, ...]:
+    """The reports on these slices, epoch by epoch; the loss of a batch is its epoch."""
+    epochs = sorted({piece.epoch for piece in pieces})
+    sizes = {epoch: [piece.size for piece in pieces if piece.epoch == epoch] for epoch in epochs}
+    return tuple(
+        EpochWork(epoch=epoch, num_batches=len(sizes[epoch]), num_samples=sum(sizes[epoch]), loss_sum=float(epoch))
+        for epoch in epochs
+    )
 
 
 class SyntheticRank:
@@ -43,7 +63,7 @@ class SyntheticRank:
         overlaps: bool,
         saved: dict[int, Saved],
         checkpoint_s: float = 0.0,
-        resumed: "Saved | None" = None,
+        resumed: Saved | None = None,
         evaluate: Callable[[int], Mapping[str, float | TensorSum]] | None = None,
         is_alone: Callable[[], bool] = lambda: False,
         is_deadly: Callable[[Lease], bool] = lambda _: False,

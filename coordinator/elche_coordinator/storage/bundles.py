@@ -5,14 +5,15 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 from elche.bundle import CHUNK_BYTES, MAX_ARCHIVE_BYTES, check_name
 from elche.errors import InvalidJob, TooMuch, Unreachable
-from elche_coordinator.storage.shared_bundles import SharedBundles
+from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.storage.store import StoreFailed
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,47 @@ WHOLE, PART = ".tar.gz", ".part"
 """Suffixes of complete and incomplete bundles: only a complete one, with the right checksum, is renamed."""
 UNFINISHED_S = 24 * 3600.0
 """Seconds for which an incomplete bundle is kept for an upload that resumes."""
+
+
+class SharedBundles:
+    """Bundles in a store that several coordinators share. Copies them between it and this one's folder."""
+
+    def __init__(self, store: SqlStore, folder: Path) -> None:
+        self._store = store
+        self._folder = folder
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def save(self, name: str, path: Path) -> None:
+        """Copies the file to the store. Raises `OSError` if it cannot be written."""
+        with _writing(), path.open("rb") as file:
+            self._store.save_bundle(name, iter(lambda: file.read(CHUNK_BYTES), b""))
+
+    def remove(self, name: str) -> None:
+        """Removes a bundle from the store. Raises `OSError`."""
+        with _writing():
+            self._store.remove_bundle(name)
+
+    def restore(self) -> None:
+        """Copies bundles that are only in the store to the folder. Raises `StoreFailed` and `OSError`."""
+        for name in self._store.bundle_names():
+            path = self._folder / f"{name}{WHOLE}"
+            if not path.exists():
+                self._restore(name, path)
+
+    def _restore(self, name: str, path: Path) -> None:
+        part = path.with_suffix(".copy")
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.writelines(self._store.load_bundle(name))
+        part.rename(path)
+        log.info("bundle=%s copied from the database", name[:12])
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except StoreFailed as error:
+        raise OSError(0, "the database cannot be written") from error
 
 
 class Bundles:

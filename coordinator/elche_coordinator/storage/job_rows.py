@@ -6,17 +6,18 @@ events that changed it; the row of an ended job, with all that history shows of 
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from elche_coordinator.core.continuation import Continuation
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.describe import to_json
+from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.spec import plain
 
 log = logging.getLogger(__name__)
 
-Record = dict[str, object]
+Record = dict[str, Any]
 """A row, before it is JSON."""
 
 FORMAT = 1
@@ -56,7 +57,7 @@ class JobRows:
             return None
         view = self._core.view(job_id, self._core.now_s) if has_ended else None
         self._written[job_id] = now, has_ended
-        return _row(now, None if view is None else to_json(view))
+        return _row(now, view)
 
     def forget(self, job_ids: Iterable[JobId]) -> None:
         """Drops these jobs."""
@@ -64,21 +65,11 @@ class JobRows:
             self._written.pop(job_id, None)
 
 
-def _row(kept: Continuation, view: dict[str, object] | None) -> Record:
+def _row(kept: Continuation, view: JobView | None) -> Record:
     """The row as plain values. A job with a `result` has ended; one with `decided` will end so."""
-    end: Any = None if kept.end is None else plain(kept.end)
-    return {
-        "format": FORMAT,
-        "key": kept.key,
-        "submitted_at": kept.submitted_at,
-        "attempt": kept.attempt,
-        "incarnation": kept.last_incarnation,
-        "num_ranks": kept.num_ranks,
-        "min_ranks": kept.min_ranks,
-        "resume": kept.resume,
-        "resume_host": kept.resume_host,
-        "resume_work_folder": kept.resume_work_folder,
-        "resume_version": kept.resume_version,
-        "reason": "" if kept.end is None else kept.end.error,
-        **({"decided": end} if view is None else {"result": end, "view": view}),
-    }
+    row = {"format": FORMAT, **plain(kept), "reason": "" if kept.end is None else kept.end.error}
+    row["incarnation"] = row.pop("last_incarnation")
+    end = row.pop("end")
+    if view is None:
+        return {**row, "decided": end}
+    return {**row, "result": end, "view": plain(replace(view, ended_s=None))}  # the clock of the next run is another

@@ -71,8 +71,8 @@ class Writer:
     def __init__(
         self,
         store: SqlStore,
-        on_written: Callable[[int], None],
-        on_refused: Callable[[str, str], None] = lambda job_id, reason: None,
+        on_written: Callable[[int], object],
+        on_refused: Callable[[str, str], object] = lambda job_id, reason: None,
     ) -> None:
         self._store = store
         self._on_written = on_written

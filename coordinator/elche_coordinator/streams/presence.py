@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import AgentLost, Event, SessionLost
-from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.streams.streams import Stream, Streams
 
@@ -126,9 +126,6 @@ class Presence:
         stream = self._streams.of_rank(address)
         return stream is not None and stream.is_lost and self._core.has_session_due(address)
 
-    def _is_any_connected(self, job_id: JobId) -> bool:
-        return any(stream.is_connected for stream in self._streams.ranks[job_id].values())
-
     def _grace_s(self, agent_id: AgentId, *, are_both_lost: bool) -> float:
         """How long an agent may be away, and if `are_both_lost`, one of its ranks with it."""
         if self._core.is_awaited(agent_id):
@@ -161,7 +158,8 @@ class Presence:
             del self._judging[stream]
             if self._streams.of_rank(address) is not stream or stream.num_connections != num_connections:
                 return
-            if alone_s and not self._is_any_connected(address["job_id"]):
+            of_job = self._streams.ranks[address["job_id"]].values()
+            if alone_s and not any(one.is_connected for one in of_job):
                 self._await_rank(address, stream, alone_s)
             else:
                 self._handle(SessionLost(**address))

@@ -15,7 +15,7 @@ from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.reports import JobResult, Outcome, Report
 from elche_coordinator.driver import Driver
 from elche_coordinator.journal.journals import Extract
-from elche_coordinator.limits.sharing import Owner, crowded_out, one_user
+from elche_coordinator.limits.sharing import Owner, remove_crowded_out
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ LINES = 500
 class JournalFiles:
     """Writes the journal of a job that has failed or was cancelled, on a thread of its own."""
 
-    def __init__(self, folder: Path, driver: Driver, owner: Owner = one_user) -> None:
+    def __init__(self, folder: Path, driver: Driver, owner: Owner = lambda job_id: "") -> None:
         self._folder = folder
         self._driver = driver
         self._owner = owner
@@ -64,9 +64,7 @@ class JournalFiles:
             # By a draft: a journal of which the disk took only a part would be replayed as if it were whole.
             draft.replace(self._path(extract.job_id))
             files = sorted((path.stat().st_mtime, path) for path in self._folder.iterdir())
-            owned = ((path, self._owner(path.name.partition(".")[0]), 1) for _, path in files)
-            for path in crowded_out(owned, MAX_FILES):
-                path.unlink(missing_ok=True)
+            remove_crowded_out(((path, path.name.partition(".")[0], 1) for _, path in files), self._owner, MAX_FILES)
         except OSError as error:
             log.warning("job=%s its journal cannot be written: %s", extract.job_id, error)
         except Exception:

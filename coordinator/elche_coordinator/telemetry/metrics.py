@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -252,18 +252,11 @@ def _rank_metrics(ranks: list[tuple[str, RankView]]) -> Iterator[Metric]:
 
 
 def _coordinator_metrics(snapshot: MetricsSnapshot) -> Iterator[Metric]:
-    states = GaugeMetricFamily("elche_jobs", "Jobs by state.", labels=("state",))
-    counts = dict(snapshot.ended)
-    for job in snapshot.jobs:
-        counts[job.state] = counts.get(job.state, 0) + 1
-    for name in sorted(counts):
-        states.add_metric((name,), counts[name])
-    slots = GaugeMetricFamily("elche_slots", "Device slots by state.", labels=("state",))
-    slots.add_metric(("free",), snapshot.num_slots - snapshot.num_busy_slots)
-    slots.add_metric(("busy",), snapshot.num_busy_slots)
-    streams = GaugeMetricFamily("elche_coordinator_streams", "Open streams by kind.", labels=("kind",))
-    for kind, count in snapshot.streams.items():
-        streams.add_metric((kind,), count)
+    counts = Counter(snapshot.ended) + Counter(job.state for job in snapshot.jobs)
+    states = _by("elche_jobs", "Jobs by state.", "state", dict(sorted(counts.items())))
+    of_slots = {"free": snapshot.num_slots - snapshot.num_busy_slots, "busy": snapshot.num_busy_slots}
+    slots = _by("elche_slots", "Device slots by state.", "state", of_slots)
+    streams = _by("elche_coordinator_streams", "Open streams by kind.", "kind", snapshot.streams)
     messages = CounterMetricFamily(
         "elche_coordinator_messages", "Messages by kind of stream and direction.", labels=("kind", "direction")
     )
@@ -288,6 +281,14 @@ def _coordinator_metrics(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "elche_artifacts_waiting", "Ended jobs that are not all in the artifact store.", snapshot.num_artifacts_waiting
     )
+
+
+def _by(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    """A gauge with a value for each value of its label."""
+    metric = GaugeMetricFamily(name, text, labels=(label,))
+    for one, value in values.items():
+        metric.add_metric((one,), value)
+    return metric
 
 
 def _upkeep_metrics(snapshot: MetricsSnapshot) -> Iterator[Metric]:

@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import assert_never
 
 from elche.errors import InvalidJob, TooMuch
 from elche.v1 import rank_pb2
@@ -19,7 +18,7 @@ from elche_coordinator.core.messages import commands, reports
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.driver import Driver
 from elche_coordinator.limits.budgets import MAX_TIMELINES_BYTES, MAX_TIMELINES_BYTES_OF_USER, Held
-from elche_coordinator.limits.sharing import Owner, crowded_out, one_user
+from elche_coordinator.limits.sharing import Owner, remove_crowded_out
 from elche_coordinator.storage.trouble import Trouble
 from elche_coordinator.streams.report_text import describe_report
 
@@ -47,6 +46,17 @@ NAMES: dict[type[reports.Report], str] = {
     reports.UserEvent: "user event",
     reports.JobResult: "end",
 }
+TOLD: dict[type[commands.SessionCommand], tuple[str, tuple[str, ...]]] = {
+    commands.SendSyncNow: ("sync now", ("round", "after_step", "count")),
+    commands.SendPermit: ("begin the reserve", ("num_samples",)),
+    commands.SendRecall: ("give the reserve back", ()),
+    commands.SendOutcome: ("round committed", ("round", "version")),
+    commands.SendFormGroup: ("form a group", ("generation", "world_size")),
+    commands.SendAbandon: ("give a generation up", ("generation",)),
+    commands.SendShutdown: ("leave", ("reason",)),
+    commands.SendMakeMetrics: ("make metrics", ("epoch",)),
+}
+"""Names of commands that concern when ranks train, and the facts of each, for the timeline."""
 
 
 @dataclass(slots=True)
@@ -64,7 +74,7 @@ class _Open:
 class Timelines:
     """Collects the lines of all timelines on the event loop and writes them on a thread."""
 
-    def __init__(self, folder: Path, driver: Driver, owner: Owner = one_user) -> None:
+    def __init__(self, folder: Path, driver: Driver, owner: Owner = lambda job_id: "") -> None:
         self._folder = folder
         self._owner = owner
         self._trouble = Trouble(
@@ -245,9 +255,7 @@ class Timelines:
     def _make_room(self, in_use: Collection[str]) -> None:
         found = [(path.stat(), path) for path in self._folder.glob("*.jsonl") if path.stem not in in_use]
         found.sort(key=lambda one: one[0].st_mtime)
-        owned = ((path, self._owner(path.stem), stat.st_size) for stat, path in found)
-        for path in crowded_out(owned, MAX_TOTAL_BYTES):
-            path.unlink(missing_ok=True)
+        remove_crowded_out(((path, path.stem, stat.st_size) for stat, path in found), self._owner, MAX_TOTAL_BYTES)
 
     def _path(self, job_id: str) -> Path:
         return self._folder / f"{job_id}.jsonl"
@@ -256,37 +264,15 @@ class Timelines:
 def _described(command: commands.SessionCommand) -> tuple[str, dict[str, object]] | None:
     """A command's name and facts for the timeline; None for one that does not concern when ranks train."""
     match command:
-        case commands.SendSyncNow():
-            return "sync now", {"round": command.round, "after_step": command.after_step, "count": command.count}
         case commands.SendThrottle():
             return "throttle", {"limit_step": min(command.limit_step, 2**53)}
         case commands.SendLease():
             lease = command.lease
             name = "lease in reserve" if command.is_reserve else "lease"
             return name, {"epoch": lease.epoch, "offset": lease.offset, "size": lease.size}
-        case commands.SendPermit():
-            return "begin the reserve", {"num_samples": command.num_samples}
-        case commands.SendRecall():
-            return "give the reserve back", {}
-        case commands.SendOutcome():
-            return "round committed", {"round": command.round, "version": command.version}
-        case commands.SendFormGroup():
-            return "form a group", {"generation": command.generation, "world_size": command.world_size}
-        case commands.SendAbandon():
-            return "give a generation up", {"generation": command.generation}
-        case commands.SendShutdown():
-            return "leave", {"reason": command.reason}
         case commands.SendEpochMetrics():
             return "epoch metrics", {"epoch": command.report.epoch}
-        case commands.SendMakeMetrics():
-            return "make metrics", {"epoch": command.epoch}
-        case (
-            commands.SendSaveCheckpoint()
-            | commands.SendPauseLoop()
-            | commands.SendKeepBest()
-            | commands.SendPing()
-            | commands.SendProbe()
-        ):
-            return None
-        case _:
-            assert_never(command)
+    if (known := TOLD.get(type(command))) is None:
+        return None
+    name, facts = known
+    return name, {fact: getattr(command, fact) for fact in facts}

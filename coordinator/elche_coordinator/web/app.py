@@ -337,7 +337,7 @@ class Web:
             case "checkpoint":
                 requests.request_checkpoint(self._driver, view)
             case "scale":
-                requests.scale(self._driver, self._catalogue, view, _num_ranks(request.query_params))
+                requests.scale(self._driver, view, _num_ranks(request.query_params))
             case "resume":
                 new_id, path = await requests.resume(
                     self._driver, self._catalogue, self._artifacts, self._bundles, view, {}, CALLER.get().name

@@ -11,7 +11,7 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
-from elche_coordinator.limits.sharing import Owner, crowded_out, one_user
+from elche_coordinator.limits.sharing import Owner, remove_crowded_out
 from elche_coordinator.storage.trouble import Trouble
 from elche_coordinator.web.recorder import (
     MAX_EVENTS,
@@ -47,7 +47,7 @@ class SavedRecording:
 class Recordings:
     """The folder of recordings. Its methods block on files: call them on a thread."""
 
-    def __init__(self, folder: Path, owner: Owner = one_user) -> None:
+    def __init__(self, folder: Path, owner: Owner = lambda job_id: "") -> None:
         self._folder = folder
         self._owner = owner
         self._trouble = Trouble(
@@ -97,8 +97,7 @@ class Recordings:
 
     def _remove_old(self) -> None:
         files = sorted((path.stat().st_mtime, path) for path in self._folder.iterdir())
-        for path in crowded_out(((path, self._owner(path.stem), 1) for _, path in files), MAX_FILES):
-            path.unlink(missing_ok=True)
+        remove_crowded_out(((path, path.stem, 1) for _, path in files), self._owner, MAX_FILES)
 
     def _path(self, job_id: str) -> Path:
         """The file of a job. Job ids consist of letters, digits and dashes."""

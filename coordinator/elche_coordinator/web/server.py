@@ -3,8 +3,8 @@
 import asyncio
 import ssl
 from asyncio.sslproto import SSLProtocol
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,6 +14,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from elche.network import split_address
+from elche_coordinator.access.encryption import Encryption
+from elche_coordinator.config import CannotStart
 from elche_coordinator.limits.listener import BACKLOG, Listener
 from elche_coordinator.web.access import LET_IN
 
@@ -162,3 +165,25 @@ class WebServer:
             self._server.should_exit = True
             await asyncio.wait([self._task], timeout=2 * STOP_S)
         self._socket.close()
+
+
+@asynccontextmanager
+async def serving(address: str, app: ASGIApp, encryption: Encryption | None) -> AsyncIterator[int]:
+    """Context in which the application is served at HOST:PORT; its value is the port. Raises `CannotStart` if it cannot
+    listen there.
+    """
+    try:
+        server = WebServer(*split_address(address))
+    except OSError as error:
+        raise CannotStart(f"the page and /metrics cannot be served on {address}: {error.strerror}") from error
+    presented = server.start(app, encryption.page_files if encryption is not None else None)
+    renewing = None
+    if encryption is not None and presented is not None:
+        renewing = asyncio.create_task(encryption.renew(presented))
+    try:
+        yield server.port
+    finally:
+        if renewing is not None:
+            renewing.cancel()
+            await asyncio.wait([renewing])
+        await server.stop()

@@ -78,5 +78,5 @@ class FinalModel:
             # The last version is in the final state itself, whether or not it became a checkpoint, too.
             path = checkpoint.path if checkpoint is not None and best != training.version else ""
             restores = training.settings.restore == "best"
-            self._outbox.add(SendKeepBest(**saver.address(self._outbox.job_id), checkpoint=path, restores=restores))
+            self._outbox.add(SendKeepBest(**saver.address, checkpoint=path, restores=restores))
             self._awaits_best = True

@@ -79,7 +79,7 @@ class LinkWatch:
         self._asked, self._answers = there, {}
         for rank, record in there.items():
             peers = tuple(Peer(rank=one.rank, address=one.links_address) for one in there.values() if one.rank != rank)
-            self._outbox.add(SendProbe(**record.address(self._outbox.job_id), peers=peers))
+            self._outbox.add(SendProbe(**record.address, peers=peers))
 
     def on_probed(self, record: RankRecord, event: LinksProbed) -> dict[Rank, str] | None:
         """Records a rank's answer. Returns None until all have answered; then the ranks to leave out with reasons, of

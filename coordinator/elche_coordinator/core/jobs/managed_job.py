@@ -82,17 +82,15 @@ class ManagedJob(PlacedJob):
     @property
     def attempt(self) -> Attempt:
         """One more than the attempt of the checkpoint from which it resumes; else 1."""
-        return self.run.attempt
+        return self.run.startup.attempt
 
     @property
     def generation_id(self) -> GenerationId:
-        """The newest generation, which may be forming; 0 before the first."""
         return self.run.generation_id
 
     @property
     def is_paused(self) -> bool:
-        """True while a client has paused it."""
-        return self.run.is_paused
+        return self.run.is_held(Hold.ASKED)
 
     @property
     def resumption(self) -> JobSpec:
@@ -111,7 +109,6 @@ class ManagedJob(PlacedJob):
 
     @property
     def num_lacking(self) -> int:
-        """Number of ranks that could be added now."""
         is_whole = self.phase not in (JobPhase.GROUPING, JobPhase.TRAINING) or bool(self.spec.replay)
         if is_whole:
             return 0
@@ -121,7 +118,6 @@ class ManagedJob(PlacedJob):
 
     @property
     def can_scale(self) -> bool:
-        """True while its number of ranks can be changed."""
         return self.is_open and not self.spec.replay
 
     def scale(self, num_ranks: int, now_s: float) -> None:
@@ -212,7 +208,7 @@ class ManagedJob(PlacedJob):
         """
         if not self._goes_back(is_violent=True):
             return
-        for rank, why in self.run.behind().items():
+        for rank, why in self.run.startup.behind().items():
             record = self.ranks[rank]
             record.departs(DepartureTrigger.LEFT_OUT)
             self.roster.stop(record)
@@ -311,7 +307,6 @@ class ManagedJob(PlacedJob):
     # Holding training
 
     def hold(self, now_s: float, *, is_paused: bool) -> None:
-        """Has ranks stop after the open round, or go on."""
         if self.run.generation is not None:
             self._set_hold(Hold.ASKED, now_s, holds=is_paused)
 
@@ -332,7 +327,7 @@ class ManagedJob(PlacedJob):
             return
         there = staying(training.members)
         is_short = 0 < len(there) < self.spec.min_ranks
-        if is_short != self.run.is_waiting:
+        if is_short != self.run.is_held(Hold.TOO_FEW):
             self._set_hold(Hold.TOO_FEW, now_s, holds=is_short)
             self._report_hold(len(there), is_over=not is_short)
 
@@ -366,7 +361,6 @@ class ManagedJob(PlacedJob):
             self.go_back(record.rank, hang_notice(record, why), now_s)
 
     def has_batch_due(self, record: RankRecord) -> bool:
-        """True while the rank trains, and neither waits for others nor does something else."""
         return has_batch_due(record, self.run.generation)
 
     def _leave_out(self, record: RankRecord, why: str, now_s: float) -> None:
@@ -529,7 +523,6 @@ class ManagedJob(PlacedJob):
             training.save_stopped(now_s)
 
     def stay(self, records: Sequence[RankRecord], now_s: float) -> None:
-        """Cancels the leaving of these ranks."""
         for record in records:
             record.departs(DepartureTrigger.TAKEN_BACK)
         if self.run.membership is not None:

@@ -75,7 +75,7 @@ class Membership:
         for position, record in enumerate(members.values()):
             self._outbox.add(
                 SendFormGroup(
-                    **record.address(self._outbox.job_id),
+                    **record.address,
                     attempt=self._attempt,
                     generation=self.newest,
                     position=position,
@@ -332,5 +332,4 @@ class Membership:
         return False
 
     def _send_abandon(self, standing: Generation, record: RankRecord, *, keeps_headers: bool) -> None:
-        address = record.address(self._outbox.job_id)
-        self._outbox.add(SendAbandon(**address, generation=standing.id, keeps_headers=keeps_headers))
+        self._outbox.add(SendAbandon(**record.address, generation=standing.id, keeps_headers=keeps_headers))

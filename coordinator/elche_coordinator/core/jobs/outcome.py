@@ -4,8 +4,9 @@ from dataclasses import replace
 
 from elche_coordinator.core.jobs.final_model import FinalModel
 from elche_coordinator.core.messages.ids import Epoch
-from elche_coordinator.core.messages.reports import JobResult, RankResult
-from elche_coordinator.core.records.ranks import RankRecord, RankRecords
+from elche_coordinator.core.messages.reports import JobResult
+from elche_coordinator.core.records.ranks import RankRecords
+from elche_coordinator.core.results.tally import rank_result
 from elche_coordinator.core.results.training import Training
 
 
@@ -33,19 +34,9 @@ def with_training(result: JobResult, training: Training, model: FinalModel, rank
         committed_samples=tuple(ledger.committed_samples(Epoch(epoch)) for epoch in range(ledger.num_begun)),
         dropped_samples=(ledger.dropped_size,) * ledger.num_begun,
         rounds=training.version,
-        ranks=tuple(_rank_result(record) for record in ranks.values()),
+        ranks=tuple(map(rank_result, ranks.values())),
         discarded_samples=training.discarded_samples,
         checkpoints=training.checkpoints.shown(evaluations.best_version),
         ended_early=training.ended_early,
         duration_s=committed.at_s - started.at_s if started and committed else 0.0,
-    )
-
-
-def _rank_result(record: RankRecord) -> RankResult:
-    return RankResult(
-        device=record.device,
-        batches=record.num_batches,
-        ms_per_batch=record.compute_ms / record.num_batches if record.num_batches else 0.0,
-        waited_s=record.waited_ms / 1000,
-        samples=record.num_samples,
     )

@@ -9,7 +9,7 @@ from elche_coordinator.core.life.job import Job
 from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.records.failure import Failure
 from elche_coordinator.core.records.fleet import Fleet, Place
-from elche_coordinator.core.records.machine import JobPhase, JobTrigger
+from elche_coordinator.core.records.machine import JobTrigger
 from elche_coordinator.core.records.ranks import RankRecord
 
 
@@ -29,7 +29,6 @@ class PlacedJob(Job):
 
     @property
     def num_wanted(self) -> int:
-        """The number of ranks that it should have; 0 until it is placed, if the submission has none."""
         return self.places.num_wanted
 
     @property
@@ -55,11 +54,7 @@ class PlacedJob(Job):
         self, rank: Rank, places: tuple[Place, ...], fleet: Fleet, next_incarnation: NextIncarnation
     ) -> None:
         """Restarts a missing rank, or adds one that is lacking."""
-        if self.phase is JobPhase.STARTING:  # it was killed: the others wait for it
-            self.places.start_anew(rank, places, self.spec, fleet, next_incarnation)
-            return
-        warms_up = self.phase is JobPhase.TRAINING
-        self.places.add(rank, places, self.spec, fleet, next_incarnation, warms_up=warms_up)
+        self.places.add(rank, places, self.spec, fleet, next_incarnation, phase=self.phase)
 
     def on_no_place(self, rank: Rank, now_s: float) -> None:
         """Called when there is no slot for a rank that was killed while the job starts."""

@@ -8,7 +8,7 @@ from elche_coordinator.core.messages.commands import StartRank
 from elche_coordinator.core.messages.ids import Incarnation, Rank
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.fleet import Fleet, Place
-from elche_coordinator.core.records.machine import Model, RankPhase
+from elche_coordinator.core.records.machine import JobPhase, Model, RankPhase
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, staying
 from elche_coordinator.core.records.roster import Roster
@@ -44,21 +44,18 @@ class Places:
         fleet: Fleet,
         next_incarnation: NextIncarnation,
         *,
-        warms_up: bool,
+        phase: JobPhase,
     ) -> None:
-        """Restarts a rank, or adds one. It gets the others' model, not the job's checkpoint."""
+        """Restarts a rank, or adds one. In a job that is starting it begins as the others; later it gets their model,
+        not the job's checkpoint.
+        """
         self.missing.pop(rank, None)
-        model = Model.NONE if spec.resume else Model.START
-        # Others train on beyond that checkpoint: to load it would only cost time, and the host may not have it.
-        start = replace(spec, resume="")
-        self._start(rank, places, fleet, next_incarnation(), start, model, warms_up=warms_up)
-
-    def start_anew(
-        self, rank: Rank, places: tuple[Place, ...], spec: JobSpec, fleet: Fleet, next_incarnation: NextIncarnation
-    ) -> None:
-        """Restarts a rank of a job that is starting, as it was started the first time."""
-        self.missing.pop(rank, None)
-        self._start(rank, places, fleet, next_incarnation(), spec, Model.START)
+        model = Model.START
+        if phase is not JobPhase.STARTING:
+            model = Model.NONE if spec.resume else Model.START
+            # Others train on beyond that checkpoint: to load it would only cost time, and the host may not have it.
+            spec = replace(spec, resume="")
+        self._start(rank, places, fleet, next_incarnation(), spec, model, warms_up=phase is JobPhase.TRAINING)
 
     def _start(
         self,
@@ -76,6 +73,7 @@ class Places:
         agent = fleet.agents[first.agent_id]
         devices = tuple(agent.slots[place.slot].device for place in places)
         record = RankRecord(
+            job_id=self._outbox.job_id,
             rank=rank,
             incarnation=incarnation,
             agent_id=first.agent_id,
@@ -91,7 +89,7 @@ class Places:
         self._roster.add(record)
         self._outbox.add(
             StartRank(
-                **record.address(self._outbox.job_id),
+                **record.address,
                 agent_id=first.agent_id,
                 slot=first.slot,
                 more_slots=record.more_slots,

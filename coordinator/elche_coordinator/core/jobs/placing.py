@@ -193,15 +193,19 @@ class Placing:
         def unless_one_waits(line: Line) -> Iterable[PlacedJob]:
             return takewhile(lambda _: line.kind not in self._waits, line.jobs())
 
+        def leave(job: PlacedJob, wait: _Reason, of_others: _Reason | None = None) -> None:
+            """The job, and all others of its kind, wait."""
+            self._waits[self._lines.kind_of(job)] = job.id, wait, of_others or wait
+
         for job in shares.in_turn(map(unless_one_waits, self._lines)):
-            spec, kind = job.spec, self._lines.kind_of(job)
+            spec = job.spec
             if self._is_too_early(job):
                 # waits for its time, and holds no slots back meanwhile
                 continue
             if spec.resume_work_folder:
                 spec = self._await_host(job, fleet)
             if shares.room(job) < spec.least_ranks:
-                self._waits[kind] = job.id, _Reason(job.reason), _Reason(job.reason)
+                leave(job, _Reason(job.reason))
                 over_quota.append(job)
             elif offers.num_free(spec) >= spec.least_ranks * spec.group_size and self._place(
                 job, fleet, shares, offers.kept
@@ -209,12 +213,10 @@ class Placing:
                 offers.change()
             elif why := fleet.why_no_checkpoint(spec):
                 # It holds no slots back: it can use only its own host's, and gets them in its turn when they come free.
-                wait = _Reason(checkpoint_notice(spec, why))
-                self._waits[kind] = job.id, wait, wait
+                leave(job, _Reason(checkpoint_notice(spec, why)))
                 bound.append(job)
             elif ahead := next((one for one in waiting if offers.overlap(spec, one.spec)), None):
-                wait = self._behind(ahead)
-                self._waits[kind] = job.id, wait, wait
+                leave(job, self._behind(ahead))
             else:
                 can_wait = holds_back(job, fleet)
                 reason = slots_notice(
@@ -224,15 +226,13 @@ class Placing:
                     fleet.unfit(spec.conditions),
                     is_possible=not spec.is_loop or can_wait,
                 )
-                wait = _Reason(reason)
-                self._waits[kind] = job.id, wait, wait
+                leave(job, _Reason(reason))
                 if can_wait:
-                    self._waits[kind] = job.id, wait, self._behind(job)
+                    leave(job, _Reason(reason), self._behind(job))
                     waiting.append(job)
                     offers.keep(spec)
         for job in over_quota:  # last: others of its project may have got slots after its turn
-            wait = _Reason(quota_notice(job.spec, shares.held(job), shares.quota(job)))
-            self._waits[self._lines.kind_of(job)] = job.id, wait, wait
+            leave(job, _Reason(quota_notice(job.spec, shares.held(job), shares.quota(job))))
         return waiting, bound
 
     def _await_host(self, job: PlacedJob, fleet: Fleet) -> JobSpec:

@@ -19,7 +19,7 @@ from elche_coordinator.core.messages.events import (
     RoundEntered,
     RoundFailed,
 )
-from elche_coordinator.core.messages.ids import Attempt, GenerationId, Rank, RoundId
+from elche_coordinator.core.messages.ids import GenerationId
 from elche_coordinator.core.messages.reports import Checkpoint, MembershipReport, UserEvent
 from elche_coordinator.core.messages.spec import JobSpec, first_disagreement
 from elche_coordinator.core.records.failure import Failure
@@ -52,7 +52,7 @@ class Run:
         self._spec = spec
         self._roster = roster
         self._outbox = outbox
-        self._startup = Startup(spec, past_attempts, list(kept))
+        self.startup = Startup(spec, past_attempts, list(kept))
         self._first_checkpoint_s = first_checkpoint_s
         self._first_choice: Choice | None = None
         """The backend of the first ranks, once they have agreed."""
@@ -62,11 +62,6 @@ class Run:
         """The generations; set together with `training`."""
         self.model = FinalModel(outbox)
         self.links = LinkWatch(outbox)
-
-    @property
-    def attempt(self) -> Attempt:
-        """One more than the attempt of the checkpoint from which it resumes; else 1."""
-        return self._startup.attempt
 
     @property
     def generation(self) -> Generation | None:
@@ -83,15 +78,9 @@ class Run:
         """The newest generation, which may be forming; 0 before the first."""
         return self.membership.newest if self.membership is not None else GenerationId(0)
 
-    @property
-    def is_paused(self) -> bool:
-        """True while a client has paused it."""
-        return self.training is not None and Hold.ASKED in self.training.holds
-
-    @property
-    def is_waiting(self) -> bool:
-        """True while it has too few ranks to train."""
-        return self.training is not None and Hold.TOO_FEW in self.training.holds
+    def is_held(self, hold: Hold) -> bool:
+        """True while its ranks are stopped for this reason."""
+        return self.training is not None and hold in self.training.holds
 
     # On the way to training
 
@@ -101,7 +90,7 @@ class Run:
         record.links_address = event.links_address
         record.batch_size = event.batch_size or event.settings.batch_size
         if self.membership is None or self.training is None:
-            self._startup.add(record.rank, event)
+            self.startup.add(record.rank, event)
             return None
         other = next(rank for rank in self.training.members if rank != record.rank)
         difference = first_disagreement({other: self.training.settings, record.rank: event.settings})
@@ -115,19 +104,17 @@ class Run:
         """Describes a sample in which the rank's data differs from that of the training ranks; None if the data is the
         same, or nobody trains.
         """
-        return self._startup.other_data(self._roster.ranks, record.rank, event) if self.training is not None else None
-
-    def behind(self) -> dict[Rank, str]:
-        """Ranks that are ready, and lack the checkpoint that others have, with the reason."""
-        return self._startup.behind()
+        return self.startup.other_data(self._roster.ranks, record.rank, event) if self.training is not None else None
 
     def begin(self, record: RankRecord) -> Failure | None:
         """Called when all ranks are ready, `record` last: if they agree, they form their first group."""
         ranks = present(self._roster.ranks)
-        if failure := self._startup.failure(ranks) or self._begin_training(record, ranks):
+        if failure := self.startup.failure(ranks) or self._begin_training(record, ranks):
             return failure
         assert self.training is not None
-        self.membership = Membership(self._roster, self._outbox, self.training, self._choose_backend, self.attempt)
+        self.membership = Membership(
+            self._roster, self._outbox, self.training, self._choose_backend, self.startup.attempt
+        )
         self.membership.form(ranks)
         return None
 
@@ -142,24 +129,24 @@ class Run:
                 settings,
                 self._roster.ranks,
                 self._outbox,
-                attempt=self.attempt,
-                resumed=self._startup.resumed,
+                attempt=self.startup.attempt,
+                resumed=self.startup.resumed,
                 replay=self._spec.replay,
                 verifies=self._spec.verify_rounds,
             )
         except ValueError as error:
             return Failure(str(error), invalid=True)
-        training.checkpoints.adopt(self._startup.kept, training.version)
+        training.checkpoints.adopt(self.startup.kept, training.version)
         training.checkpoints.first_after_s = self._first_checkpoint_s
-        training.samples_read = self._startup.samples_read
+        training.samples_read = self.startup.samples_read
         self.training = training
-        if other := self._startup.other_data_than_before:
+        if other := self.startup.other_data_than_before:
             self._outbox.publish(UserEvent(rank=record.rank, text=other))
-        if older := self._startup.older_than_known:
+        if older := self.startup.older_than_known:
             self._outbox.publish(
                 MembershipReport(rank=record.rank, text=f"begins, but {older}", num_ranks=len(ranks), is_back=True)
             )
-        if training.is_complete and not self._startup.has_gone_back:
+        if training.is_complete and not self.startup.has_gone_back:
             return Failure(nothing_to_train(self._spec.resume), invalid=True)
         return None  # of a job that has gone back to the end of its training, the first round makes the final model
 
@@ -251,7 +238,7 @@ class Run:
     @property
     def kept(self) -> list[Checkpoint]:
         """Its checkpoints, and those of earlier attempts, the newest last."""
-        return self._startup.kept if self.training is None else self.training.checkpoints.kept
+        return self.startup.kept if self.training is None else self.training.checkpoints.kept
 
     @property
     def has_saved(self) -> bool:
@@ -278,34 +265,3 @@ class Run:
             discarded_samples=training.discarded_samples,
             checkpoint_failures=training.checkpoints.num_failures,
         )
-
-    # For people, and for those who average through the coordinator
-
-    @property
-    def explanation(self) -> str:
-        """The reason of the next round's plan, for people; empty before the first."""
-        return self.generation.scheduler.reason if self.generation is not None else ""
-
-    def target(self, rank: Rank) -> int:
-        """The step after which the rank joins the first open round; 0 without one."""
-        return self.generation.target(rank) if self.generation is not None else 0
-
-    def position_in_round(
-        self, record: RankRecord, generation: GenerationId, round_id: RoundId
-    ) -> tuple[int, int] | None:
-        """The rank's position among an open round's members, and their number. None if it is not a member, or another
-        member has lost the round.
-        """
-        opened = self.generation.open_round(round_id, generation) if self.generation is not None else None
-        if opened is None or opened.failures or record.rank not in opened.targets:
-            return None
-        return list(opened.targets).index(record.rank), len(opened.targets)
-
-    def has_lost(self, generation: GenerationId, round_id: RoundId) -> bool:
-        """True if a member will not receive an open round's result."""
-        opened = self.generation.open_round(round_id, generation) if self.generation is not None else None
-        return opened is not None and bool(opened.failures)
-
-    def is_evaluating(self, rank: Rank) -> bool:
-        """True while the rank has a part of an evaluation to make."""
-        return self.training is not None and self.training.evaluations.has(rank)

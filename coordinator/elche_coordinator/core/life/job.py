@@ -183,10 +183,6 @@ class Job(ABC):
     def _set_check(self, delay_s: float | None) -> None:
         self.timers[Timer.CHECK] = delay_s
 
-    def refuse(self, trigger: object, state: str, why: str) -> None:
-        """Records that the trigger, an event or its name, does not fit the state and so changed nothing."""
-        self.outbox.refuse(trigger, state, why)
-
     def refuse_now(self, trigger: object, why: str) -> None:
         """Records that the trigger does not fit the job's phase."""
         self.outbox.refuse(trigger, f"job is {self.phase}", why)

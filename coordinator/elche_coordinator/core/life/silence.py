@@ -73,10 +73,10 @@ class SilenceWatch:
             record = self._ranks[rank]
             self._report(record, now_s - self.stalls.stalled[rank])
             if record.agent_id:  # only an agent can read another process's stacks
-                self._outbox.add(AskStacks(**record.address(self._outbox.job_id), agent_id=record.agent_id))
+                self._outbox.add(AskStacks(**record.address, agent_id=record.agent_id))
         to_ask, left_out, sooner_s = self.hangs.check(duties, now_s)
         for rank in to_ask:
-            self._outbox.add(SendPing(**self._ranks[rank].address(self._outbox.job_id)))
+            self._outbox.add(SendPing(**self._ranks[rank].address))
         times_s = [delay_s for delay_s in (next_s, sooner_s) if delay_s is not None]
         if times_s:
             self._set_next(min(times_s), now_s)

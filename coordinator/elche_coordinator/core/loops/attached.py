@@ -39,6 +39,7 @@ class AttachedLoop(Loop):
     def _add(self, rank: Rank, host: str, device: str, incarnation: Incarnation) -> None:
         """Adds a rank, which trains already."""
         record = RankRecord(
+            job_id=self.id,
             rank=rank,
             incarnation=incarnation,
             agent_id=AgentId(""),
@@ -57,7 +58,6 @@ class AttachedLoop(Loop):
         return self.spec.num_ranks
 
     def on_work(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
-        """Handles a rank's reports of its loop."""
         match event:
             case SessionOpened():
                 self._joined.add(record.rank)

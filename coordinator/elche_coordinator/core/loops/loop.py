@@ -19,10 +19,10 @@ from elche_coordinator.core.messages.events import (
     WorkEvent,
 )
 from elche_coordinator.core.messages.ids import Attempt, GenerationId, Rank
-from elche_coordinator.core.messages.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, RankResult
+from elche_coordinator.core.messages.reports import Checkpoint, EpochReport, EvaluationReport, JobResult
 from elche_coordinator.core.records.ranks import RankRecord
 from elche_coordinator.core.results.checkpoints import failure_report
-from elche_coordinator.core.results.tally import EpochTally
+from elche_coordinator.core.results.tally import EpochTally, rank_result
 
 MAX_EPOCHS_OPEN = 4
 """Most epochs that have ended on some ranks only; with more, the oldest is reported as it is."""
@@ -85,7 +85,6 @@ class Loop(Job):
         """Does nothing: the rank is shown as stalled, and the user's process is not ended."""
 
     def on_work(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
-        """Handles a rank's reports of its loop."""
         match event:
             case BatchesTrained():
                 self._on_batches(record, event, now_s)
@@ -227,13 +226,13 @@ class Loop(Job):
     def save(self) -> None:
         """Asks the first rank for a checkpoint; it tells the others."""
         for record in self._groups.members[:1]:
-            self.outbox.add(SendSaveCheckpoint(**record.address(self.id)))
+            self.outbox.add(SendSaveCheckpoint(**record.address))
 
     def hold(self, now_s: float, *, is_paused: bool) -> None:
         """Has the loop stop after one of its next steps, or go on."""
         self.is_paused = is_paused
         for record in self.ranks.values():
-            self.outbox.add(SendPauseLoop(**record.address(self.id), is_paused=is_paused))
+            self.outbox.add(SendPauseLoop(**record.address, is_paused=is_paused))
 
     def work_done(self) -> dict[Rank, int]:
         """Samples of each rank, if ranks report them; else its batches."""
@@ -258,17 +257,7 @@ class Loop(Job):
             committed_samples=tuple(self.epoch_sizes),
             dropped_samples=(0,) * len(self.epoch_sizes),
             rounds=self.progress.num_steps if self.progress else 0,
-            ranks=tuple(_rank_result(record) for record in self.ranks.values()),
+            ranks=tuple(map(rank_result, self.ranks.values())),
             duration_s=self.duration_s,
             checkpoints=tuple(self.checkpoints),
         )
-
-
-def _rank_result(record: RankRecord) -> RankResult:
-    return RankResult(
-        device=record.device,
-        batches=record.local_step,
-        ms_per_batch=record.compute_ms / record.local_step if record.local_step else 0.0,
-        waited_s=record.waited_ms / 1000,
-        samples=record.num_samples,
-    )

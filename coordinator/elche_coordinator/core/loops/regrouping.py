@@ -65,7 +65,7 @@ class Regrouping:
         if self._answered is None:
             self._answered = set()
             for record in self.members:
-                command = SendAbandon(**record.address(self._outbox.job_id), generation=self.generation_id)
+                command = SendAbandon(**record.address, generation=self.generation_id)
                 self._outbox.add(command)
         return self._answered
 
@@ -92,7 +92,7 @@ class Regrouping:
         for position, record in enumerate(members):
             self._outbox.add(
                 SendFormGroup(
-                    **record.address(self._outbox.job_id),
+                    **record.address,
                     attempt=ATTEMPT,
                     generation=self.generation_id,
                     position=position,

@@ -61,7 +61,6 @@ class SubmittedLoop(Loop, PlacedJob):
     # Events of ranks
 
     def on_work(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
-        """Handles a rank's reports of its loop."""
         match event:
             case LoopBegan():
                 self._on_began(record, event, now_s)

@@ -84,16 +84,13 @@ class Policy(Protocol):
     @property
     def anchor(self) -> int:
         """Batches of the slowest rank between averagings."""
-        ...
 
     @property
     def is_calibrated(self) -> bool:
         """True if the ranks' speeds have been measured."""
-        ...
 
     def plan(self, paces: Sequence[Pace], work: Work) -> RoundPlan | None:
         """The next rounds; None when no more are to be granted now."""
-        ...
 
     def revise(self, paces: Sequence[Pace], elapsed_ms: float) -> dict[Rank, int]:
         """New counts for an announced round, counted as its old ones are; only when `can_revise`."""
@@ -117,7 +114,6 @@ class Policy(Protocol):
         """Learns from a committed round. `wall_ms`: time of each rank's batches, waits for data included;
         `num_batches`: how many they were; `sync_ms`: training time that the averaging cost.
         """
-        ...
 
     def to_json(self) -> dict[str, object]:
         """Its learned state, as plain values."""

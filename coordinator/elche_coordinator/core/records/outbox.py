@@ -36,7 +36,7 @@ class Outbox:
         self.add(Publish(job_id=self.job_id, report=report))
 
     def refuse(self, trigger: object, state: str, why: str) -> None:
-        """Records that the trigger, an event or its name, does not fit the state."""
+        """Records that the trigger, an event or its name, does not fit the state and so changed nothing."""
         name = trigger if isinstance(trigger, str) else type(trigger).__name__
         self._refusals.append(Refusal(job_id=self.job_id, state=state, trigger=name, why=why))
 

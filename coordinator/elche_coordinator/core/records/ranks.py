@@ -54,6 +54,7 @@ def address_of(message: RankEvent | RankCommand) -> Address:
 class RankRecord:
     """The coordinator's record of one incarnation of a rank."""
 
+    job_id: JobId
     rank: Rank
     incarnation: Incarnation
     agent_id: AgentId
@@ -151,9 +152,10 @@ class RankRecord:
         """Its slots, the leader's first."""
         return _places(self.agent_id, (self.slot, *self.more_slots))
 
-    def address(self, job_id: JobId) -> "Address":
+    @property
+    def address(self) -> Address:
         """The address of commands to this incarnation."""
-        return {"job_id": job_id, "rank": self.rank, "incarnation": self.incarnation}
+        return {"job_id": self.job_id, "rank": self.rank, "incarnation": self.incarnation}
 
     @property
     def phase(self) -> RankPhase:
@@ -316,8 +318,5 @@ def present(ranks: RankRecords) -> RankRecords:
 def fastest(members: RankRecords) -> Rank:
     """The present rank with the shortest batches; the first of equal or unmeasured ones."""
     there = present(members) or members
-    return min(there.values(), key=lambda record: (_speed(record), record.rank)).rank
-
-
-def _speed(record: RankRecord) -> float:
-    return inf if record.ms_per_batch is None else record.ms_per_batch
+    times = {rank: inf if record.ms_per_batch is None else record.ms_per_batch for rank, record in there.items()}
+    return min(there, key=lambda rank: (times[rank], rank))

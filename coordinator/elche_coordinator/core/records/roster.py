@@ -58,7 +58,7 @@ class Roster:
     def shut_down(self, record: RankRecord, reason: str, *, outcome: str = "") -> None:
         """Asks a rank to exit, over its session if it has one. `outcome`: the job's, if it is decided."""
         if record.is_connected:
-            failed, address = outcome == Outcome.FAILED, record.address(self._outbox.job_id)
+            failed, address = outcome == Outcome.FAILED, record.address
             self._outbox.add(SendShutdown(**address, reason=reason, failed=failed, outcome=outcome))
         else:
             self.stop(record)
@@ -87,7 +87,7 @@ class Roster:
     def _stop(self, record: RankRecord, *, waits_while_stopped: bool = False) -> None:
         self._outbox.add(
             StopRank(
-                **record.address(self._outbox.job_id),
+                **record.address,
                 agent_id=record.agent_id,
                 grace_s=KILL_GRACE_S,
                 waits_while_stopped=waits_while_stopped,

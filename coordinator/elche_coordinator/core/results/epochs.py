@@ -95,7 +95,7 @@ class Epochs:
             self._send(members, epoch, report, shown)
 
     def _send(self, members: RankRecords, epoch: int, report: EpochReport, metrics: dict[str, float]) -> None:
-        address = members[min(members)].address(self._outbox.job_id)
+        address = members[min(members)].address
         self.unhandled[epoch] = SendEpochMetrics(**address, report=report, metrics=metrics)
         self._outbox.add(self.unhandled[epoch])
 

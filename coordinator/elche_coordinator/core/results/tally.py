@@ -1,15 +1,15 @@
 """Sums of an epoch's work, throughput, and the bound: the throughput if no rank ever waited."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import nan
 from typing import Any
 
 from elche.sums import added
 from elche_coordinator.core.messages.ids import Attempt, Rank
-from elche_coordinator.core.messages.reports import EpochReport
+from elche_coordinator.core.messages.reports import EpochReport, RankResult
 from elche_coordinator.core.messages.spec import EpochWork
-from elche_coordinator.core.records.ranks import RankRecords
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 
 FIRST = Attempt(1)
 """The attempt of a loop, which resumes by itself."""
@@ -84,17 +84,8 @@ class EpochTally:
         )
 
     def to_json(self) -> dict[str, object]:
-        """As plain values."""
-        return {
-            "num_batches": self.num_batches,
-            "loss_sum": self.loss_sum,
-            "num_losses": self.num_losses,
-            "duration_s": self.duration_s,
-            "scalars": {name: [total, count] for name, (total, count) in self.scalars.items()},
-            "rank_batches": {str(rank): num for rank, num in self.rank_batches.items()},
-            "rank_samples": {str(rank): num for rank, num in self.rank_samples.items()},
-            "rank_skipped": {str(rank): num for rank, num in self.rank_skipped.items()},
-        }
+        """As values that JSON has: ranks become texts there."""
+        return asdict(self)
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> "EpochTally":
@@ -148,6 +139,17 @@ def mark_of(ranks: RankRecords, at_s: float, samples: int) -> Mark:
 def samples_per_s(start: Mark, end: Mark) -> float:
     """Samples committed per second between two marks; 0 when no time has passed."""
     return (end.samples - start.samples) / (end.at_s - start.at_s) if end.at_s > start.at_s else 0.0
+
+
+def rank_result(record: RankRecord) -> RankResult:
+    """What the rank has done, for the job's result."""
+    return RankResult(
+        device=record.device,
+        batches=record.num_batches,
+        ms_per_batch=record.compute_ms / record.num_batches if record.num_batches else 0.0,
+        waited_s=record.waited_ms / 1000,
+        samples=record.num_samples,
+    )
 
 
 def mean_loss(work: Iterable[EpochWork]) -> float:

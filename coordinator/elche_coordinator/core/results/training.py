@@ -217,7 +217,7 @@ class Training:
             return  # the job goes back, or ends
         maker = there[fastest(there)]
         for one in self.evaluations.ask(maker.rank):
-            address, names = maker.address(self._outbox.job_id), tuple(one.metrics)
+            address, names = maker.address, tuple(one.metrics)
             self._outbox.add(SendMakeMetrics(**address, epoch=one.epochs[-1], tensors=one.tensors, names=names))
 
     def _judge(self, complete: list[Evaluation]) -> Failure | None:
@@ -437,7 +437,7 @@ class Training:
         """Sends a member the outcome of the newest round, or a further order on its result."""
         self._outbox.add(
             SendOutcome(
-                **self.members[rank].address(self._outbox.job_id),
+                **self.members[rank].address,
                 round=self.last_round,
                 version=self.version,
                 global_step=self.global_step,

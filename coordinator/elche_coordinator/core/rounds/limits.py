@@ -71,4 +71,4 @@ class Limits:
             self._send(record, limit_step)
 
     def _send(self, record: RankRecord, limit_step: int) -> None:
-        self._outbox.add(SendThrottle(**record.address(self._outbox.job_id), limit_step=limit_step))
+        self._outbox.add(SendThrottle(**record.address, limit_step=limit_step))

@@ -116,10 +116,10 @@ class Reserve:
             return 0  # it is unknown if the rank would drop leases that it gets before it answers
         if wanted > has:
             for lease in ledger.reserve(record.rank, ledger.epoch, wanted - has):
-                self._outbox.add(SendLease(**record.address(self._outbox.job_id), lease=lease, is_reserve=True))
+                self._outbox.add(SendLease(**record.address, lease=lease, is_reserve=True))
         has = ledger.reserve_of(record.rank)
         return max(0, min(num_rounds, (has // record.batch_size + permitted - count) // every))
 
     def _recall(self, record: RankRecord) -> None:
         if self._training.ledger.recall(record.rank):
-            self._outbox.add(SendRecall(**record.address(self._outbox.job_id)))
+            self._outbox.add(SendRecall(**record.address))

@@ -282,7 +282,7 @@ class RoundScheduler:
         count_away = 0 if self.reserve.is_awaited else count_away
         self._outbox.add(
             SendSyncNow(
-                **self._members[rank].address(self._outbox.job_id),
+                **self._members[rank].address,
                 round=first,
                 generation=self._generation,
                 after_step=after_step,
@@ -303,7 +303,7 @@ class RoundScheduler:
         permitted = self._ledger.permit(rank, num_samples)
         if permitted:
             position = self._ledger.rank_leases[rank].permitted
-            self._outbox.add(SendPermit(**self._members[rank].address(self._outbox.job_id), num_samples=position))
+            self._outbox.add(SendPermit(**self._members[rank].address, num_samples=position))
         self._send_leases([(rank, lease) for lease in self._ledger.grant(rank, epoch, num_samples - permitted)])
 
     def _lease_later(self, rank: Rank, num_samples: int) -> None:
@@ -318,7 +318,7 @@ class RoundScheduler:
 
     def _send_leases(self, leases: list[tuple[Rank, Lease]]) -> None:
         for rank, lease in leases:
-            self._outbox.add(SendLease(**self._members[rank].address(self._outbox.job_id), lease=lease))
+            self._outbox.add(SendLease(**self._members[rank].address, lease=lease))
 
     def _paces(self, now_s: float) -> list[Pace]:
         return self._paces_of(self._members.values(), now_s)

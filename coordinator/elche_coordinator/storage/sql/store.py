@@ -9,16 +9,8 @@ import sqlalchemy as sa
 
 from elche.token import Role
 from elche_coordinator.roles import TokenRecord
+from elche_coordinator.storage.sql import database as tables
 from elche_coordinator.storage.sql.database import Database, converted_errors
-from elche_coordinator.storage.sql.database import artifacts as _artifacts
-from elche_coordinator.storage.sql.database import bundles as _bundles
-from elche_coordinator.storage.sql.database import jobs as _jobs
-from elche_coordinator.storage.sql.database import parts as _parts
-from elche_coordinator.storage.sql.database import sources as _sources
-from elche_coordinator.storage.sql.database import states as _states
-from elche_coordinator.storage.sql.database import store as _store
-from elche_coordinator.storage.sql.database import tape as _tape
-from elche_coordinator.storage.sql.database import tokens as _tokens
 from elche_coordinator.storage.sql.election import Election
 from elche_coordinator.storage.store import DamagedStore, Identity, JobRow, LoadedState, SavedState, StoreFailed
 
@@ -32,7 +24,7 @@ PUT_ARTIFACTS = sa.text(
     "INSERT INTO artifacts (job, record) SELECT id, :record FROM jobs WHERE id = :job "
     "ON CONFLICT (job) DO UPDATE SET record = excluded.record"
 )
-JOB_ROW = sa.select(_jobs.c.id, _jobs.c.record, _jobs.c.spec, _jobs.c.source)
+JOB_ROW = sa.select(tables.jobs)
 
 
 class SqlStore(Database):
@@ -53,10 +45,10 @@ class SqlStore(Database):
     def identity(self) -> Identity:
         """The store's identity, created at the first call."""
         with self.writing() as connection:
-            row = connection.execute(sa.select(_store.c.id, _store.c.secret)).first()
+            row = connection.execute(sa.select(tables.store.c.id, tables.store.c.secret)).first()
             if row is None:
                 identity = Identity(secrets.token_hex(8), secrets.token_bytes(32))
-                connection.execute(_store.insert().values(id=identity.id, secret=identity.secret))
+                connection.execute(tables.store.insert().values(id=identity.id, secret=identity.secret))
                 return identity
         return Identity(row.id, row.secret)
 
@@ -87,8 +79,8 @@ class SqlStore(Database):
                 if saved is not None:
                     self._save(connection, saved)
                 if entries:  # a retry: the first attempt may have committed, with its answer lost
-                    connection.execute(_tape.delete().where(_tape.c.last == last))
-                    connection.execute(_tape.insert().values(last=last, entries=entries, written_at=self.now))
+                    connection.execute(tables.tape.delete().where(tables.tape.c.last == last))
+                    connection.execute(tables.tape.insert().values(last=last, entries=entries, written_at=self.now))
         except StoreFailed:
             if self._writer is not None:
                 # Alone, `close` would first roll back, on a connection that may answer nothing.
@@ -99,22 +91,22 @@ class SqlStore(Database):
 
     def _forget(self, connection: sa.Connection, job_ids: Collection[str]) -> None:
         for job_id in job_ids:
-            connection.execute(_jobs.delete().where(_jobs.c.id == job_id))
-            connection.execute(_artifacts.delete().where(_artifacts.c.job == job_id))
+            connection.execute(tables.jobs.delete().where(tables.jobs.c.id == job_id))
+            connection.execute(tables.artifacts.delete().where(tables.artifacts.c.job == job_id))
         # With a NULL in the list, NOT IN is true for no row, and no file would ever be removed.
-        used = sa.select(_jobs.c.source).where(_jobs.c.source.is_not(None))
-        connection.execute(_sources.delete().where(_sources.c.hash.not_in(used)))
+        used = sa.select(tables.jobs.c.source).where(tables.jobs.c.source.is_not(None))
+        connection.execute(tables.sources.delete().where(tables.sources.c.hash.not_in(used)))
 
     def _save(self, connection: sa.Connection, saved: SavedState) -> None:
         for job_id in {*saved.parts, *saved.gone}:
-            connection.execute(_parts.delete().where(_parts.c.job == job_id))
+            connection.execute(tables.parts.delete().where(tables.parts.c.job == job_id))
         if saved.parts:
             parts = [{"job": job_id, "state": part} for job_id, part in saved.parts.items()]
-            connection.execute(_parts.insert(), parts)
-        connection.execute(_states.delete())
-        connection.execute(_tape.delete().where(_tape.c.last <= saved.last))
+            connection.execute(tables.parts.insert(), parts)
+        connection.execute(tables.states.delete())
+        connection.execute(tables.tape.delete().where(tables.tape.c.last <= saved.last))
         state = {"last": saved.last, "code": saved.code, "state": saved.state, "written_at": self.now}
-        connection.execute(_states.insert().values(**state))
+        connection.execute(tables.states.insert().values(**state))
 
     def _connected(self) -> sa.Connection:
         if self._writer is None:
@@ -131,9 +123,9 @@ class SqlStore(Database):
     def load_state(self) -> LoadedState:
         """The newest saved state, and the tape since, in pieces."""
         with self.reading() as connection:
-            row = connection.execute(sa.select(_states).order_by(_states.c.last.desc())).first()
-            parts = connection.execute(sa.select(_parts)).all()
-            pieces = connection.execute(sa.select(_tape).order_by(_tape.c.last)).all()
+            row = connection.execute(sa.select(tables.states).order_by(tables.states.c.last.desc())).first()
+            parts = connection.execute(sa.select(tables.parts)).all()
+            pieces = connection.execute(sa.select(tables.tape).order_by(tables.tape.c.last)).all()
             now = connection.execute(sa.select(self.now)).scalar_one()
         times = [one.written_at for one in (*pieces, *([row] if row else [])) if one.written_at is not None]
         saved = SavedState(row.last, row.code, row.state, {part.job: part.state for part in parts}) if row else None
@@ -143,18 +135,18 @@ class SqlStore(Database):
     def drop_tape(self) -> None:
         """Removes the saved state and the tape, which this version cannot use."""
         with self.writing() as connection:
-            for table in (_states, _parts, _tape):
+            for table in (tables.states, tables.parts, tables.tape):
                 connection.execute(table.delete())
 
     def load_rows(self) -> list[JobRow]:
         """The rows of all jobs, by id."""
         with self.reading() as connection:
-            return [JobRow(*row) for row in connection.execute(JOB_ROW.order_by(_jobs.c.id))]
+            return [JobRow(*row) for row in connection.execute(JOB_ROW.order_by(tables.jobs.c.id))]
 
     def load_row(self, job_id: str) -> JobRow:
         """A job's row. Raises `KeyError` for an unknown job."""
         with self.reading() as connection:
-            row = connection.execute(JOB_ROW.where(_jobs.c.id == job_id)).first()
+            row = connection.execute(JOB_ROW.where(tables.jobs.c.id == job_id)).first()
         if row is None:
             raise KeyError(job_id)
         return JobRow(*row)
@@ -162,22 +154,24 @@ class SqlStore(Database):
     def load_source(self, name: str) -> str:
         """The text of the file with this hash. Raises `KeyError` when it is not there."""
         with self.reading() as connection:
-            text = connection.execute(sa.select(_sources.c.text).where(_sources.c.hash == name)).scalar()
+            text = connection.execute(sa.select(tables.sources.c.text).where(tables.sources.c.hash == name)).scalar()
         if text is None:
             raise KeyError(name)
         return str(text)
 
     def source_sizes(self) -> dict[str, int]:
         """The size in bytes of each file, by hash."""
-        text = _sources.c.text
+        text = tables.sources.c.text
         size = sa.func.octet_length(text) if self.is_shared else sa.func.length(sa.cast(text, sa.LargeBinary))
         with self.reading() as connection:
-            return {row.hash: row.size for row in connection.execute(sa.select(_sources.c.hash, size.label("size")))}
+            return {
+                row.hash: row.size for row in connection.execute(sa.select(tables.sources.c.hash, size.label("size")))
+            }
 
     def load_artifacts(self) -> dict[str, str]:
         """By job that has ended, what the artifact store has of it, as JSON."""
         with self.reading() as connection:
-            return {row.job: row.record for row in connection.execute(sa.select(_artifacts))}
+            return {row.job: row.record for row in connection.execute(sa.select(tables.artifacts))}
 
     def save_artifacts(self, job_id: str, record: str) -> None:
         """Keeps that of one job; of a job that is forgotten, nothing."""
@@ -189,7 +183,7 @@ class SqlStore(Database):
     def load_tokens(self) -> list[TokenRecord]:
         """All tokens, oldest first. Raises `DamagedStore` for one with an unknown role."""
         with self.reading() as connection:
-            rows = connection.execute(sa.select(_tokens).order_by(_tokens.c.made_at)).mappings().all()
+            rows = connection.execute(sa.select(tables.tokens).order_by(tables.tokens.c.made_at)).mappings().all()
         try:
             return [TokenRecord(**{**row, "role": Role(row["role"])}) for row in rows]
         except ValueError as error:
@@ -197,33 +191,33 @@ class SqlStore(Database):
 
     def add_token(self, token: TokenRecord) -> None:
         with self.writing() as connection:
-            connection.execute(_tokens.insert().values(**{**asdict(token), "role": str(token.role)}))
+            connection.execute(tables.tokens.insert().values(**{**asdict(token), "role": str(token.role)}))
 
     def remove_token(self, token_id: str) -> None:
         with self.writing() as connection:
-            connection.execute(_tokens.delete().where(_tokens.c.id == token_id))
+            connection.execute(tables.tokens.delete().where(tables.tokens.c.id == token_id))
 
     def bundle_names(self) -> list[str]:
         with self.reading() as connection:
-            return list(connection.execute(sa.select(_bundles.c.name).distinct()).scalars())
+            return list(connection.execute(sa.select(tables.bundles.c.name).distinct()).scalars())
 
     def load_bundle(self, name: str) -> Iterator[bytes]:
         """The bundle's bytes, in parts."""
-        query = sa.select(_bundles.c.part).where(_bundles.c.name == name).order_by(_bundles.c.part)
+        query = sa.select(tables.bundles.c.part).where(tables.bundles.c.name == name).order_by(tables.bundles.c.part)
         with self.reading() as connection:
             for number in connection.execute(query).scalars().all():
-                here = (_bundles.c.name == name) & (_bundles.c.part == number)
-                yield connection.execute(sa.select(_bundles.c.data).where(here)).scalar_one()
+                here = (tables.bundles.c.name == name) & (tables.bundles.c.part == number)
+                yield connection.execute(sa.select(tables.bundles.c.data).where(here)).scalar_one()
 
     def save_bundle(self, name: str, parts: Iterable[bytes]) -> None:
         with self.writing() as connection:
-            connection.execute(_bundles.delete().where(_bundles.c.name == name))
+            connection.execute(tables.bundles.delete().where(tables.bundles.c.name == name))
             for number, data in enumerate(parts):
-                connection.execute(_bundles.insert().values(name=name, part=number, data=data))
+                connection.execute(tables.bundles.insert().values(name=name, part=number, data=data))
 
     def remove_bundle(self, name: str) -> None:
         with self.writing() as connection:
-            connection.execute(_bundles.delete().where(_bundles.c.name == name))
+            connection.execute(tables.bundles.delete().where(tables.bundles.c.name == name))
 
     def close(self) -> None:
         if self._writer is not None:
