@@ -270,7 +270,7 @@ class Agent:
         )
         outgoing.put(agent_pb2.AttendRequest(hello=hello))
         stub = agent_pb2_grpc.AgentServiceStub(channel)
-        self._call = call = stub.Attend(self._requests(outgoing), metadata=self._metadata)
+        self._call = call = stub.Attend(self._outbound.requests(outgoing), metadata=self._metadata)
         if self._stopped.is_set():  # since before there was a call to cancel
             call.cancel()  # type: ignore[no-untyped-call]
         try:
@@ -285,13 +285,6 @@ class Agent:
         finally:
             self._outbound.close()
             outgoing.put(None)
-
-    def _requests(
-        self, outgoing: "queue.SimpleQueue[agent_pb2.AttendRequest | None]"
-    ) -> Iterator[agent_pb2.AttendRequest]:
-        while (message := outgoing.get()) is not None:
-            message.num_received = self._outbound.num_received
-            yield message
 
     def _take_welcome(self, welcome: agent_pb2.AgentWelcome) -> None:
         """Handles the coordinator's welcome. A coordinator that does not know this agent does not know its ranks

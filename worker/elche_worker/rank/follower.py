@@ -1,7 +1,6 @@
 """The loop of a replica group's process that is not its leader: carries out the leader's acts until it ends."""
 
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn, assert_never
 
@@ -21,32 +20,16 @@ from elche_worker.rank.distributed_group import DistributedGroup
 from elche_worker.rank.replica import Replica
 
 
-class Wakeup:
-    """Wakes a follower that waits for a batch."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-
-    def notify(self) -> None:
-        """Has `wait_for` evaluate its condition again. Called on any thread."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def wait_for(self, is_there: Callable[[], bool]) -> None:
-        """Returns when `is_there` is true."""
-        with self._changed:
-            self._changed.wait_for(is_there)
-
-
-def follow(group: DistributedGroup, replica: Replica, wakeup: Wakeup) -> NoReturn:
-    """Carries out the leader's acts. Raises the errors of user code, and `CollectiveFailed` when a process of the group
-    has ended.
+def follow(group: DistributedGroup, replica: Replica, wake: threading.Condition) -> NoReturn:
+    """Carries out the leader's acts; `wake` is notified when a batch is ready. Raises the errors of user code, and
+    `CollectiveFailed` when a process of the group has ended.
     """
     while True:
         act = group.receive()
         match act:
             case TrainBatch():
-                wakeup.wait_for(lambda: replica.loader.is_ready)
+                with wake:
+                    wake.wait_for(lambda: replica.loader.is_ready)
                 replica.train(act)
             case TakeLease():
                 replica.take_lease(act.lease)

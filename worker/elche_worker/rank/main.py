@@ -57,7 +57,7 @@ from elche_worker.process.ending import end, forget_handlers
 from elche_worker.process.leaving import ALONE_AFTER_S, leave_on_sigterm
 from elche_worker.rank.bundle import enter_folder
 from elche_worker.rank.distributed_group import DistributedGroup, await_abandoned, await_failure, report_failure
-from elche_worker.rank.follower import Wakeup, follow
+from elche_worker.rank.follower import follow
 from elche_worker.rank.loop import Leave, RankLoop, StoppedAlone
 from elche_worker.rank.packages import enter_packages
 from elche_worker.rank.parts import Parts
@@ -201,17 +201,17 @@ def _follow(launch: Launch, channel: grpc.Channel, take_back: Callable[[], bool]
         job = _load(launch, channel)
         streams = new_streams(torch.device(launch.device))
         with streams.compute():
-            wakeup = Wakeup()
+            control = Control()
             group = DistributedGroup(launch, channel, cast(Strategy, job.shard))
-            parts, _ = build(launch, job, group, wake=wakeup.notify, timeline=None, streams=streams)
+            parts, _ = build(launch, job, group, wake=control.notify, timeline=None, streams=streams)
             replica = Replica(
-                launch, job, parts, channel=channel, streams=streams, wake=wakeup.notify, send=lambda message: None
+                launch, job, parts, channel=channel, streams=streams, wake=control.notify, send=lambda message: None
             )
             await_abandoned(launch, channel, replica.averaging.abandon)
             replica.rehearse(warms_up=launch.warms_up)
             take_back()
             group.exchange(None)
-            follow(group, replica, wakeup)
+            follow(group, replica, control.wake)
     except CollectiveFailed as error:
         print(error, file=sys.stderr)
         code = LEFT_ALONE

@@ -4,6 +4,7 @@ import queue
 import random
 import threading
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -81,6 +82,12 @@ class Outbound(Generic[Message]):
             for message in self._kept:
                 outgoing.put(message)
             self._queue = outgoing
+
+    def requests(self, outgoing: "queue.SimpleQueue[Message | None]") -> Iterator[Message]:
+        """The messages of a stream, each with the number of the last one received, until the queue gives None."""
+        while (message := outgoing.get()) is not None:
+            message.num_received = self.num_received
+            yield message
 
     def is_news(self, number: int) -> bool:
         """True if the message was not received before, on another stream. Always true for messages without a number."""

@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -196,7 +196,7 @@ class Session:
         outgoing: Outgoing = queue.SimpleQueue()
         metadata = (("elche-secret", self._secret), ("elche-heard", str(self._outbound.num_received)))
         store = (("elche-store", self.store),) if self.store else ()
-        self._call = call = self._stub.Converse(self._requests(outgoing), metadata=metadata + store)
+        self._call = call = self._stub.Converse(self._outbound.requests(outgoing), metadata=metadata + store)
         try:
             for command in call:
                 kind = command.WhichOneof("message")
@@ -220,8 +220,3 @@ class Session:
             # Ends gRPC's thread, which would otherwise wait for further requests of this stream forever.
             outgoing.put(None)
         return "it closed the stream"
-
-    def _requests(self, outgoing: Outgoing) -> Iterator[rank_pb2.ConverseRequest]:
-        while (message := outgoing.get()) is not None:
-            message.num_received = self._outbound.num_received
-            yield message
