@@ -22,11 +22,9 @@ class Codec(Protocol):
 
     def encode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Float32 (rows, blocks, `BLOCK`) to uint8 (rows, blocks, bytes), one for each part."""
-        ...
 
     def decode(self, *parts: torch.Tensor) -> torch.Tensor:
         """Decodes contiguous parts to float32 (rows, blocks, `BLOCK`)."""
-        ...
 
 
 class Float32:

@@ -40,15 +40,12 @@ class ShardedModel(Protocol):
 
     def parameters(self) -> list[nn.Parameter]:
         """This process's shards, for the optimizer."""
-        ...
 
     def sync_gradients(self) -> None:
         """Waits for the reduction of gradients that backward has begun."""
-        ...
 
     def reshard(self) -> None:
         """Frees the parameters that forward has gathered."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
