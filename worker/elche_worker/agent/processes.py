@@ -138,9 +138,7 @@ class Processes:
                 self._need_spawner()
 
     def start(self, key: Key, starts: Sequence[RankStart]) -> None:
-        """Starts a rank's processes, the leader first. Raises `OSError` when a log or a process cannot be made, and
-        after `close`.
-        """
+        """Starts a rank's processes, the leader first. Raises `OSError`, also after `close`."""
         for one in starts:
             self.files.make_folder(one.log_path.parent)
             self.files.append(one.log_path).close()
@@ -229,9 +227,7 @@ class Processes:
                     running.spawner.signal(process, number)
 
     def ask_all(self) -> None:
-        """Asks each rank's leader to leave; a leader that finds no coordinator stops by itself. Scripts with a loop of
-        their own go on.
-        """
+        """Asks each rank's leader to leave, which it may do without a coordinator; not scripts with own loops."""
         with self._changed:
             for key, running in self._running.items():
                 if not running.is_loop:
@@ -257,9 +253,7 @@ class Processes:
                 self._spawner.kill()
 
     def watch(self, is_over: threading.Event) -> None:
-        """Lets a spawner go on that was stopped (SIGSTOP), as by a rank, until `is_over`. No rank could begin or end
-        meanwhile, that of no job.
-        """
+        """Until `is_over`, continues a spawner that was stopped (SIGSTOP): no rank could begin or end meanwhile."""
         while not is_over.wait(GO_ON_EVERY_S):
             with self._changed:
                 spawner = self._spawner
@@ -453,9 +447,7 @@ class SpawnerProcess:
 
 
 def _end_sessions(pids: list[int]) -> None:
-    """Kills processes whose parent has died, and those that user code has started in them; waits until all have
-    ended.
-    """
+    """Kills processes whose parent has died, with those that they started, and waits for their end."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)

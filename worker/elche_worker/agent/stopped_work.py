@@ -81,9 +81,7 @@ def _submit_now(channel: grpc.Channel, left: dict[str, Path], is_over: threading
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Context with the lock of a job's records; False where another worker has it. On a file system without locks every
-    worker gets it.
-    """
+    """Context with the lock of a job's records: True unless another worker has it, or where there are no locks."""
     file, is_mine = None, True
     try:
         file = os.open(folder / FOLDER / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
@@ -173,9 +171,7 @@ class _Ghost:
         self.lost = reason.removeprefix(LOST)
 
     def _take(self, command: rank_pb2.ConverseResponse) -> None:
-        """Carries out a command as the rank would: notes a shutdown, abandons a generation, or writes the
-        checkpoint.
-        """
+        """Carries out a command as the rank would: a shutdown, an abandoned generation, or a checkpoint."""
         if command.HasField("shutdown"):
             self.released = command.shutdown.reason or "the job is over"
         elif command.HasField("abandon"):

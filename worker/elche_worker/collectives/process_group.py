@@ -144,9 +144,7 @@ class ProcessGroupCollectives(Collectives):
 
 
 def _listening_device(host: str) -> tuple[Any, Address]:
-    """A new gloo device and the address on which it listens. gloo does not tell it: it is the process's new listening
-    socket.
-    """
+    """A new gloo device, and its address, which gloo does not tell: the process's new listening socket."""
     gloo: Any = ProcessGroupGloo
     for _ in range(ATTEMPTS):
         with _new_device:

@@ -300,9 +300,7 @@ class World:
         return unflattened(described, tensors)
 
     def gather_tensors(self, name: str, parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Each rank's parts, of any lengths in dimension 0. Raises `Misuse` on every rank if they differ otherwise, in
-        shape or dtype.
-        """
+        """Each rank's parts, of any lengths in dimension 0. Raises `Misuse` if shapes or dtypes differ otherwise."""
         if self.size == 1:
             return [parts]
         lengths = [len(part) for part in parts]

@@ -29,8 +29,7 @@ from elche_worker.user.device import Device
 TRIAL_LIMIT_S = 60.0
 """Seconds after which a device that has not answered its trial is considered hanging."""
 TRIAL = "from elche_worker.device.discovery import try_and_print; try_and_print()"
-"""The program that tries one device: its arguments are the device's name and our process id; it prints a line of
-JSON."""
+"""The program that tries a device: arguments are its name and our process id; it prints a line of JSON."""
 
 
 class Unusable(InvalidJob):
@@ -108,9 +107,7 @@ def _usable(names: Sequence[str], tried: Mapping[str, Device | Unusable]) -> lis
 def try_devices(
     names: Sequence[str], *, trial: str = TRIAL, limit_s: float = TRIAL_LIMIT_S
 ) -> dict[str, Device | Unusable]:
-    """Tries all devices at once, each in its own subprocess, so that one that crashes or hangs does not affect the
-    others.
-    """
+    """Tries all devices at once, each in its own process: one that crashes or hangs affects no other."""
     different = list(dict.fromkeys(names))
     with ThreadPoolExecutor(max(1, len(different))) as threads:
         return dict(zip(different, threads.map(lambda name: _try(name, trial, limit_s), different), strict=True))
@@ -219,9 +216,7 @@ def _warn_of_unusable(found: Unusable) -> None:
 
 
 def summary(devices: Sequence[Device]) -> str:
-    """A text such as "2 devices (heterogeneous): RTX 4090 (24 GiB), GTX 1060 (6 GiB)"; equal ones are
-    counted. Row T6.
-    """
+    """A text such as "2 devices (heterogeneous): RTX 4090 (24 GiB), GTX 1060 (6 GiB)". Row T6."""
     counts = Counter((one.model.removeprefix("NVIDIA ") or one.device, one.memory_bytes) for one in devices)
     named = []
     for (name, memory_bytes), count in counts.items():

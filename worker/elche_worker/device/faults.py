@@ -59,8 +59,7 @@ RUNTIME = {
     "Cuda failure ": "nccl src/include/checks.h, after 'Last error:' in torch's message; rccl, the same",
     "HIP failure ": "rccl src/include/checks.h",
 }
-"""Prefixes of the messages of the CUDA runtime and of HIP, whose words are the same, with the source that writes
-each."""
+"""Prefixes of the messages of CUDA's runtime and of HIP, whose words are the same, with their source."""
 ALL = tuple(RUNTIME)
 NCCL = ("NCCL error",)
 """Pytorch torch/csrc/distributed/c10d/NCCLUtils.hpp, of RCCL as well."""

@@ -174,9 +174,7 @@ class ElcheCallback(TrainerCallback):
         self._be_quiet(control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Only rank 0 logs and saves. With a coordinator, an epoch with fewer steps than `logging_steps` is
-        logged too.
-        """
+        """Only rank 0 logs and saves. With a coordinator, each epoch is logged at least once."""
         if self._reporting is not None and self._reporting.is_attached and not self._has_loss:
             control.should_log = True
         self._be_quiet(control)

@@ -68,9 +68,7 @@ MODEL_PIECE = "model "
 STOPPED = ".stopped."
 """Prefix of drafts that stopped ranks have left."""
 SPARED_S = 60.0
-"""Seconds for which such drafts survive when a new checkpoint replaces others, since they may still become
-checkpoints.
-"""
+"""Seconds for which such drafts survive new checkpoints, since they may still become checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,7 @@ class Switches:
         }
 
     def restore(self, value: Mapping[str, Any]) -> None:
-        """Freezes parameters and sets modes as `to_json` has returned them here or on another rank. Names that the
-        model lacks are left out.
-        """
+        """Freezes parameters and sets modes by a result of `to_json`. Names that the model lacks are left out."""
         parameters = dict(self._model.named_parameters())
         frozen = set(value["frozen"])
         for name in self._trained:

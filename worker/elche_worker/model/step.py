@@ -371,9 +371,7 @@ class TrainStep:
         return f"of {self._device}'s memory {kind_of(self._device).memory(self._device)}"
 
     def _forget_batch(self) -> None:
-        """Drops all state of a batch for which memory ran out, and frees the allocator's cache for libraries and other
-        streams.
-        """
+        """Drops the state of a batch for which memory ran out, and frees the allocator's cache for others."""
         take_scalars()
         self._clear_gradients()
         kind_of(self._device).empty_cache()
@@ -417,16 +415,12 @@ def possible_precision(wanted: str, device: torch.device) -> str:
 
 
 def split(data: Any, size: int, num_parts: int) -> list[tuple[Any, int]]:
-    """Splits a batch of `default_collate` of `size` samples into nearly equal parts. Its tensors and lists of texts
-    have one entry per sample.
-    """
+    """Splits a batch of `default_collate` into nearly equal parts, by tensors and lists of `size` entries."""
     return [(_cut(data, size, start, end), end - start) for start, end in bounds_of(size, num_parts)]
 
 
 def _cut(data: Any, size: int, start: int, end: int) -> Any:
-    """The samples from `start` to `end`: cuts tensors and lists of texts with one entry per sample, keeps other
-    values.
-    """
+    """The samples from `start` to `end`, of tensors and lists of texts with `size` entries; the rest as it is."""
     if isinstance(data, torch.Tensor):
         return data[start:end] if data.dim() and data.shape[0] == size else data
     if isinstance(data, Mapping):

@@ -66,9 +66,7 @@ def _optimizers(kind: type) -> Iterator[type]:
 
 
 def _step_of(kind: type) -> FunctionType | None:
-    """The `step` that PyTorch has wrapped in an optimizer's class; None if the class inherits it, or has wrapped it in
-    another way.
-    """
+    """The `step` that PyTorch has wrapped in an optimizer's class; None if inherited, or wrapped otherwise."""
     step = kind.__dict__.get("step")
     if not isinstance(step, FunctionType) or step.__code__.co_freevars != ("func",):
         return None

@@ -129,9 +129,7 @@ class DistributedGroup(ReplicaGroup):
 
     @torch.no_grad()
     def share_buffers(self, layout: Layout) -> None:
-        """Averages the buffers, since each process has seen different samples. Those that cannot be averaged are copied
-        from the leader.
-        """
+        """Averages the buffers, as each process saw other samples; copies the leader's where that is impossible."""
         buffers = [entry for entry in layout.entries if not entry.is_trained]
         averaged = [entry.tensor for entry in buffers if entry.kind != "broadcast"]
         if averaged:
@@ -206,9 +204,7 @@ def await_abandoned(launch: Launch, channel: grpc.Channel, take: Callable[[int],
 
 
 def _repeated(call: Callable[..., T], *arguments: Any) -> T | None:
-    """The result of a call of the store, repeated while the coordinator is away or a key is not set; None if the job
-    has ended.
-    """
+    """Repeats a call of the store while the coordinator is away, or no key is set; None if the job has ended."""
     while True:
         try:
             return call(*arguments)

@@ -51,9 +51,7 @@ LOGGERS_GRACE_S = 2.0
 """Seconds for which a rank that leaves waits for the job's loggers to finish."""
 
 LAST_ROUND_S = 8.0
-"""Seconds for which a rank that stops without a coordinator waits for its last round, so that time is left to write a
-draft.
-"""
+"""Seconds for the last round of a rank that stops without a coordinator: it then has a draft to write."""
 
 MAX_REASON_CHARS = 1000
 """Most characters of a reason, for people, that a message has."""
@@ -117,9 +115,7 @@ class RankLoop:
         self._stalled_ms = 0.0
         """Time in ms for which the present round has kept the rank from training."""
         self._chores: list[rank_pb2.RoundOutcome] = []
-        """Committed rounds whose result is to be evaluated or saved. Done before the next round is entered, which
-        overwrites the result.
-        """
+        """Committed rounds whose result is to be used before the next round, which overwrites it."""
         self._headers = Headers()
         self._report_times = ReportTimes()
         self._loggers = Loggers(job.loggers, launch.job_id)
@@ -244,9 +240,7 @@ class RankLoop:
         self._replica.take_lease(lease)
 
     def _give_reserve_back(self) -> None:
-        """Answers `Recall`. Grants are dropped first: once `Recalled` is sent, the coordinator relies on it that no
-        granted round is entered.
-        """
+        """Answers `Recall`. Grants are dropped first: the coordinator relies on it that none is used after that."""
         self._rounds.give_grants_back()
         recalled = rank_pb2.Recalled(num_samples=self._reserve.give_back())
         self._session.send(rank_pb2.ConverseRequest(recalled=recalled))
@@ -511,9 +505,7 @@ class RankLoop:
         self._session.send(rank_pb2.ConverseRequest(sync_ack=ack))
 
     def _await_result(self) -> int:
-        """Waits until the round's collective has ended, or aborts it when its generation is abandoned. Returns the
-        generation.
-        """
+        """Waits for the round's collective, or ends it with its generation. Returns the generation."""
         group = self._replica.generations.in_use
         assert group is not None
         generation, control = group.generation, self._control
@@ -536,9 +528,7 @@ class RankLoop:
         return generation
 
     def _lose_round(self, generation: int, error: RoundAborted | CollectiveFailed) -> None:
-        """Reports a round without a result; its work goes into the next one. If a collective failed by itself, abandons
-        its generation.
-        """
+        """Reports a round without a result. If its collective failed by itself, abandons the generation."""
         is_asked = generation in self._control.abandoned
         reason = f"generation {generation} was given up" if is_asked else str(error)
         entered = self._replica.entered
@@ -552,9 +542,7 @@ class RankLoop:
     # Chores
 
     def _do_chore(self, outcome: rank_pb2.RoundOutcome) -> None:
-        """Evaluates, saves or passes to callbacks the round's result, which the flat buffers hold until the
-        next round.
-        """
+        """Evaluates, saves or shows the round's result, which the flat buffers hold until the next round."""
         started_s = time.perf_counter()
         part = outcome.evaluate
         act = UseResult(

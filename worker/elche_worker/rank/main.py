@@ -167,7 +167,8 @@ def _train(
     loop: RankLoop | None = None
     # Before the file is loaded, in which another process of the group may fail already.
     if launch.group_size > 1:
-        await_failure(launch, channel, lambda failure: _pass_on(failure, session))
+        failed = rank_pb2.RankFailed.FromString
+        await_failure(launch, channel, lambda raw: session.send(rank_pb2.ConverseRequest(failed=failed(raw))))
     try:
         job = _load(launch, channel)
         streams = new_streams(torch.device(launch.device))
@@ -225,11 +226,6 @@ def _follow(launch: Launch, channel: grpc.Channel, take_back: Callable[[], bool]
             report_failure(launch, channel, failure.SerializeToString())
     time.sleep(VERDICT_S)  # time for the leader to learn what follows; the agent then ends this process too
     os._exit(code)
-
-
-def _pass_on(failure: bytes, session: Session) -> None:
-    """Reports the failure of another process of the group as the rank's."""
-    session.send(rank_pb2.ConverseRequest(failed=rank_pb2.RankFailed.FromString(failure)))
 
 
 def _await_cause(launch: Launch, error: BaseException) -> None:
@@ -290,17 +286,18 @@ def _prepare(
     loop.rehearse(warms_up=launch.warms_up)
     # The others rehearse too: a rank is ready when all of its processes are.
     group.exchange(None)
-    dataset, loaded = parts.dataset, parts.loaded
-    built = parts.built
-    said_of_modes = what_is_still(built.model, came_in_eval_mode=built.came_in_eval_mode)
-    said_of_reads = READ_BETWEEN if parts.looked.is_bound and not job.num_workers else None
-    said_of_stream = UNSTEADY if parts.looked.is_unsteady else None
-    rates_notice = loop.rates_notice(parts.extent)
-    said_of_state = what_is_kept_aside(job), what_is_stepped_aside(job, built.all_optimizers)
-    said_of_merge = why_mean(job, built)
-    for said_of_it in (said_of_merge, said_of_modes, *said_of_state, said_of_reads, said_of_stream, rates_notice):
-        if launch.rank == 0 and said_of_it:
-            notice(said_of_it)
+    dataset, built, loaded = parts.dataset, parts.built, parts.loaded
+    notices = (
+        why_mean(job, built),
+        what_is_still(built.model, came_in_eval_mode=built.came_in_eval_mode),
+        what_is_kept_aside(job),
+        what_is_stepped_aside(job, built.all_optimizers),
+        READ_BETWEEN if parts.looked.is_bound and not job.num_workers else "",
+        UNSTEADY if parts.looked.is_unsteady else "",
+        loop.rates_notice(parts.extent),
+    )
+    for text in filter(None, notices if launch.rank == 0 else ()):
+        notice(text)
     ready = _ready(
         job,
         parts.extent,
@@ -485,9 +482,7 @@ def _options(job: JobDefinition, merge: str) -> str:
 
 
 def _label(job: JobDefinition, launch: Launch) -> str:
-    """The name of the device, or of the group's devices, for display; with the precision where that is not the wanted
-    one.
-    """
+    """The name of the device, or of the group's, for display; with the precision if it is not as wanted."""
     label = launch.label
     if launch.group_size > 1:
         model = label.removeprefix(launch.device).strip()
@@ -553,9 +548,7 @@ def _end_with_agent() -> None:
 
 
 def _ask_to_leave(control: Control, session: Session) -> None:
-    """Asks the coordinator to let the rank leave, once it answers. If it has been away for `ALONE_AFTER_S`, has the
-    rank stop by itself.
-    """
+    """Asks the coordinator to let the rank leave; it stops alone if none answers for `ALONE_AFTER_S`."""
     has_asked = False
     while session.away_s < ALONE_AFTER_S:
         if session.is_connected and not has_asked:

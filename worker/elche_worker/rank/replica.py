@@ -229,9 +229,7 @@ class Replica:
         self.generations.build(act)
 
     def finish_build(self, generation: int) -> str:
-        """Waits until all processes of the rank are connected, or one has failed. Returns the reason of the failure, or
-        "".
-        """
+        """Waits until all processes of the rank are connected, or one has failed; returns why it has, or ""."""
         problems = self.replica_group.exchange(self.generations.finish(generation))
         problem = next(filter(None, problems), "")
         if problem:
@@ -535,9 +533,7 @@ class Replica:
 
     @property
     def _round_held(self) -> int:
-        """The round whose result is in the flat buffers or the model, which is the one entered last; 0 if its result is
-        in neither.
-        """
+        """The round entered last, if its result is in the flat buffers or the model; else 0."""
         is_in_model = self.local_step == self._result.local_step
         return self.entered.round if is_in_model or self.layout.has_result else 0
 

@@ -62,13 +62,9 @@ class Spawner:
     def __init__(self, agent: socket.socket) -> None:
         self._agent = agent
         self._immortal: set[int] = set()
-        """Strays that were killed and have not ended, for example because they hang in a driver: they are not waited
-        for again.
-        """
+        """Strays that were killed and hang, perhaps in a driver: they are not waited for again."""
         self._running: dict[int, int] = {}
-        """The agent's number of each process, by process id. A process stays here until it is reaped: before that its
-        id cannot be reused.
-        """
+        """The agent's number of each process, by process id, which cannot be reused before it is reaped."""
         self._logs: dict[int, str] = {}
         """Log of each process, by process id."""
         self._launches: deque[int] = deque()
@@ -291,9 +287,7 @@ def open_log(descriptor: int, times: TimesWriter | None) -> io.TextIOWrapper:
 
 
 def shorten_log(path: str, max_bytes: int = MAX_LOG_BYTES, kept_bytes: int = KEPT_LOG_BYTES) -> None:
-    """Truncates a log longer than `max_bytes` to its last `kept_bytes`, and notes that in it. Appending
-    writers go on.
-    """
+    """Truncates a log longer than `max_bytes` to its last `kept_bytes`. Appending writers go on."""
     with suppress(OSError):
         is_too_long = os.stat(path).st_size > max_bytes
         shorten_times(path, is_cut=is_too_long)

@@ -327,9 +327,7 @@ class _Watch:
         self._best = value if self.is_best else self._best
 
     def end(self) -> None:
-        """Called after the final evaluation. Raises `JobFailed` if a metric has become not finite; warns of one that
-        was never finite.
-        """
+        """Raises `JobFailed` if a metric of the final evaluation is finite no more; warns if one never was."""
         if spoilt := spoilt_metric(self._metrics, self._last_finite, self._job.monitor):
             raise JobFailed(spoilt)
         if odd := never_finite(self._metrics):

@@ -36,9 +36,7 @@ class Control:
     clock: tuple[float, float] | None = None
     """(sent, received): times of the coordinator's last clock message, by its clock and by this host's, in seconds."""
     on_abandon: Callable[[int], None] | None = None
-    """Called on the session's thread with a generation that is to be abandoned, since the loop may be blocked in its
-    collective.
-    """
+    """Called on the session's thread with an abandoned generation: the loop may be blocked in its collective."""
 
     def put(self, command: rank_pb2.ConverseResponse) -> None:
         """Adds a command (on the session's thread)."""

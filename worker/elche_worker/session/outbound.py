@@ -38,9 +38,7 @@ class Pending(Generic[Message]):
 
 
 class Outbound(Generic[Message]):
-    """The messages of one side of a conversation, and the number of those received (protocol P15). Any thread
-    may send.
-    """
+    """One side's messages in a conversation, and the number of those received (protocol P15). Any thread may send."""
 
     def __init__(self) -> None:
         self.num_received = 0
@@ -73,9 +71,7 @@ class Outbound(Generic[Message]):
                 self._queue.put(message)
 
     def open(self, outgoing: "queue.SimpleQueue[Message | None]", taken: int) -> None:
-        """Uses a new stream to a coordinator that has the first `taken` messages: sends it the others, then
-        new ones.
-        """
+        """Uses a new stream to a coordinator that has the first `taken` messages: first sends it the others."""
         self.forget(taken)
         # under the lock, a message sent meanwhile comes after the kept ones: numbers must rise on a stream
         with self._lock:

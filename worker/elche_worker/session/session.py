@@ -24,9 +24,7 @@ TAKEN_POLL_S = 0.01
 MAX_WAITING_EVENTS = 1000
 """User-defined events are dropped while this many messages are not durable at the coordinator."""
 FLEETING = frozenset({"batches_trained", "loop_progress", "spans", "pong"})
-"""Messages that are not kept for the next stream, since a later one of the kind replaces them, or they are outdated
-then.
-"""
+"""Messages that are not sent again on the next stream: outdated then, or replaced by later ones."""
 NEWEST = frozenset({"batches_trained", "loop_progress"})
 """Those of `FLEETING` that report progress. The newest one is sent again on the next stream, or the coordinator would
 not know of the batches that the rank has made while it was not connected.
@@ -137,9 +135,7 @@ class Session:
         self.send(rank_pb2.ConverseRequest(event_recorded=rank_pb2.EventRecorded(text=text, num_dropped=num_dropped)))
 
     def wait_until_connected(self, timeout_s: float) -> None:
-        """Waits until a stream is open, or the session is lost. The coordinator sees the end of a process whose stream
-        was open.
-        """
+        """Waits until a stream is open, after which the coordinator sees the process's end, or it is lost."""
         end_s = time.monotonic() + timeout_s
         while not self.is_connected and self._thread.is_alive() and time.monotonic() < end_s:
             time.sleep(TAKEN_POLL_S)

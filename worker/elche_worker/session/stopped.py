@@ -85,9 +85,7 @@ def _read(path: Path) -> StoppedRank:
 
 
 def claim(output_dir: Path, attempt: int, round_id: int) -> bool:
-    """True for the first rank that asks in this folder. It alone writes the round's result, since all ranks have the
-    same. Raises `OSError`.
-    """
+    """True for the first rank that asks in this folder: it writes the result for all. Raises `OSError`."""
     (output_dir / FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         (output_dir / FOLDER / f"attempt-{attempt}-round-{round_id}").mkdir()

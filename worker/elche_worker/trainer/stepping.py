@@ -192,9 +192,7 @@ class Stepper:
         )
 
     def share_batches(self, batch_size: int) -> Iterator[Step]:
-        """Yields steps without end, of batches that the loop makes itself, split by the ranks' speeds. Every rank calls
-        it.
-        """
+        """Yields steps without end, of batches of the loop's own, split by the ranks' speeds. Collective."""
         check_has_effect(self._config, has_shares=True)
         if not isinstance(self.planner, Balance):
             self.planner = Balance(self._world.rank, self._world.size, self._config)
@@ -302,9 +300,7 @@ class Stepper:
         return averaged.requests
 
     def _warn_of_changed(self, keys: list[Key], *, are_changed: bool) -> None:
-        """Says once that gradients were clipped, or changed otherwise, before they are averaged, which one device does
-        not do.
-        """
+        """Says once that gradients were clipped, or changed otherwise, before they are averaged."""
         is_clipped = is_any_clipped(self._optimizers.parameters_of(keys))
         if self._has_warned_of_changed or not (is_clipped or are_changed):
             return
@@ -322,9 +318,7 @@ class Stepper:
             )
 
     def _warn_of_stretched_batch(self) -> None:
-        """Says once that a schedule is stepped with each step of El Che, which has several batches: it would be over
-        late, or never.
-        """
+        """Says once that a schedule is stepped once per step of several batches: it would be over late or never."""
         if self._has_warned_of_stretched_batch or not self._has_cadence or not self._optimizers.have_schedule:
             return
         before, self._rates_at = self._rates_at, (self._progress.epoch, self._optimizers.rates)
