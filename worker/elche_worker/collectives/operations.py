@@ -59,12 +59,15 @@ class Collectives(ValueCollectives, Protocol):
 
     def begin(self, round_id: int) -> None:
         """Begins a round."""
+        return
 
     def finish(self) -> None:
         """Says that this rank has its whole result; returns when the round can no longer be abandoned."""
+        return
 
     def abort(self) -> None:
         """Called on another thread: makes the operation that waits for other ranks, and all later ones, fail."""
+        return
 
 
 class SoloCollectives(Collectives):
