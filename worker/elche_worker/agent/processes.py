@@ -428,11 +428,8 @@ class SpawnerProcess:
 
     def signal(self, number: int, value: int) -> None:
         """Sends a signal to a process, if it has not ended."""
-        self._ask(number=number, signal=int(value))
-
-    def _ask(self, **request: Any) -> None:
         with suppress(OSError):  # the spawner has died with its ranks, which `read_reports` reports
-            self._socket.sendall(json.dumps(request).encode() + b"\n")
+            self._socket.sendall(json.dumps({"number": number, "signal": int(value)}).encode() + b"\n")
 
     def go_on(self) -> None:
         """Continues it if it is stopped."""

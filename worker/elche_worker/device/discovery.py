@@ -128,7 +128,7 @@ def _try(name: str, trial: str, limit_s: float) -> Device | Unusable:
         out, err = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         process.kill()  # and not waited for: in a hanging driver it may survive SIGKILL
-        return _hanging(name, limit_s)
+        return hanging(name, limit_s)
     return _read(name, out, err, process.returncode)
 
 
@@ -138,9 +138,16 @@ def _read(name: str, out: str, err: str, code: int) -> Device | Unusable:
     with suppress(ValueError, TypeError, KeyError, IndexError):
         found = json.loads(lines[-1])
         return Unusable(found["label"], found["problem"]) if "problem" in found else Device(**found)
-    ended = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-    last = (err.strip().splitlines() or [""])[-1]
-    return Unusable(name, f"the process that tried it ended with {ended}" + (f": {last}" if last else ""))
+    return Unusable(name, f"the process that tried it {ended(code, err)}")
+
+
+def ended(code: int | None, output: str) -> str:
+    """A process's end in words, with the last line of its output; `code` is None if it has not ended."""
+    how = "does not end"
+    if code is not None:
+        how = f"ended with {f'exit code {code}' if code >= 0 else signal.Signals(-code).name}"
+    last = (output.strip().splitlines() or [""])[-1]
+    return how + (f": {last}" if last else "")
 
 
 def try_and_print() -> None:
@@ -201,13 +208,14 @@ def _try_in_time(name: str, limit_s: float) -> Device:
     trial = threading.Thread(target=run, name=f"trial of {name}", daemon=True)
     trial.start()
     trial.join(limit_s)
-    found = outcome[0] if outcome else _hanging(name, limit_s)
+    found = outcome[0] if outcome else hanging(name, limit_s)
     if isinstance(found, Unusable):
         raise found
     return found
 
 
-def _hanging(name: str, limit_s: float) -> Unusable:
+def hanging(name: str, limit_s: float) -> Unusable:
+    """A device that has not answered its trial in time."""
     return Unusable(name, f"it does not answer within {limit_s:g} s", hangs=True)
 
 

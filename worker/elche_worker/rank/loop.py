@@ -375,25 +375,18 @@ class RankLoop:
             self._control.wake.wait_for(self._has_something_to_do)
         ended_s = time.perf_counter()
         waited_ms = (ended_s - started_s) * 1000
-        if self._timeline is not None:
-            self._note_rest(started_s, ended_s, starved=starved, throttled=throttled)
+        kind, detail = timeline.IDLE, 0
         if starved:
+            kind = timeline.WAIT_DATA
             self._meter.add_data_wait(waited_ms)
         elif self._averaging.is_running:
+            kind, detail = timeline.WAIT_ROUND, self._replica.entered.round
             self._stalled_ms += waited_ms
         elif throttled:
+            kind, detail = timeline.WAIT_LIMIT, int(min(self._rounds.limit_step, 2**53))
             self._meter.throttled_ms += waited_ms
-
-    def _note_rest(self, started_s: float, ended_s: float, *, starved: bool, throttled: bool) -> None:
-        assert self._timeline is not None
-        if starved:
-            self._timeline.add(timeline.WAIT_DATA, started_s, ended_s)
-        elif self._averaging.is_running:
-            self._timeline.add(timeline.WAIT_ROUND, started_s, ended_s, self._replica.entered.round)
-        elif throttled:
-            self._timeline.add(timeline.WAIT_LIMIT, started_s, ended_s, int(min(self._rounds.limit_step, 2**53)))
-        else:
-            self._timeline.add(timeline.IDLE, started_s, ended_s)
+        if self._timeline is not None:
+            self._timeline.add(kind, started_s, ended_s, detail)
 
     def _note(self, kind: int, started_s: float, detail: int) -> None:
         if self._timeline is not None:

@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -68,7 +69,7 @@ from elche_worker.session.control import Control
 from elche_worker.session.launch import Launch
 from elche_worker.session.links import Links
 from elche_worker.session.session import LOST, Session, sendable
-from elche_worker.session.stopped import StoppedRank, in_base64
+from elche_worker.session.stopped import StoppedRank
 from elche_worker.sharding.jobs import sharding_of
 from elche_worker.telemetry.timeline import SpanRecorder
 from elche_worker.user.as_begun import import_as_begun, keep_modules, read_own_modules
@@ -569,7 +570,7 @@ def _leave_behind(launch: Launch, session: Session, stopped: StoppedAlone) -> No
         store=session.store,
         num_sent=pending.num_sent,
         num_heard=pending.num_received,
-        messages=in_base64(pending.messages),
+        messages=[b64encode(one.SerializeToString()).decode() for one in pending.messages],
         round=stopped.round,
         draft=stopped.draft,
     )

@@ -2,7 +2,7 @@
 
 import json
 import os
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -62,11 +62,6 @@ class StoppedRank:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
-
-
-def in_base64(messages: tuple[rank_pb2.ConverseRequest, ...]) -> list[str]:
-    """Serialises messages for a record."""
-    return [b64encode(one.SerializeToString()).decode() for one in messages]
 
 
 def stopped_ranks(output_dir: Path) -> list[StoppedRank]:

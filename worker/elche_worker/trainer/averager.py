@@ -14,8 +14,8 @@ from elche.errors import Misuse
 from elche_worker.collectives.gradients import Gradients
 from elche_worker.collectives.sparse import sparse_names
 from elche_worker.collectives.world import World
+from elche_worker.trainer.noted import check_unscaled
 from elche_worker.trainer.optimizers import Key, Optimizers
-from elche_worker.trainer.scalers import check_unscaled
 
 
 class GradientAverager:

@@ -19,22 +19,27 @@ from elche_worker.collectives.consistency import broadcast, buffers_beside
 from elche_worker.collectives.sparse import clip_norm, packed, unpacked
 from elche_worker.collectives.world import World
 from elche_worker.trainer.averager import GradientAverager
-from elche_worker.trainer.clipping import forget_clipped, is_any_clipped, watch_clipping
 from elche_worker.trainer.clock import StepClock
 from elche_worker.trainer.comparison import Comparison
 from elche_worker.trainer.config import TrainerConfig, check_has_effect
 from elche_worker.trainer.forward import Forward
 from elche_worker.trainer.leftovers import Leftovers
+from elche_worker.trainer.noted import (
+    begin_noting,
+    check_not_unscaled,
+    check_not_wrapped,
+    check_unscaled,
+    forget_noted,
+    is_any_clipped,
+)
 from elche_worker.trainer.optimizers import Key, Optimizers, make_step
 from elche_worker.trainer.other_optimizers import OtherOptimizers
 from elche_worker.trainer.plans import Balance, CadencePlan, Planner, Step, part_of
 from elche_worker.trainer.progress import ProgressTracker
 from elche_worker.trainer.requests import NUM_MARKS, RequestConsensus, mark, marks_differ
 from elche_worker.trainer.same_batches import SameBatches
-from elche_worker.trainer.scalers import check_not_unscaled, check_unscaled, forget_scaled, watch_scalers
 from elche_worker.trainer.share import StepShare
 from elche_worker.trainer.together import Together
-from elche_worker.trainer.wrapped import check_not_wrapped, watch_wrapped
 
 LEAST_SHARE = 2
 """Fewest samples of a rank in a batch of `shares`, or of a model with BatchNorm: BatchNorm raises for a single one."""
@@ -110,9 +115,7 @@ class Stepper:
         note_stepped = self.comparison.note_changed
         self._others = OtherOptimizers(model, optimizers, world, self.averager, note_stepped=note_stepped)
         self._leftovers = Leftovers(optimizers, tells=not world.rank)
-        watch_scalers()
-        watch_clipping()
-        watch_wrapped()
+        begin_noting()
         _steppers.add(self)
         self._is_normalised = False
         self._is_finished = True
@@ -454,8 +457,7 @@ class Stepper:
         """Counts the step, clears its gradients, and begins the next one."""
         if self._adopted is not None:
             self._adopt()
-        forget_scaled()
-        forget_clipped()
+        forget_noted()
         self._warn_of_stretched_batch()
         self._is_finished, self._num_stepped = True, self.num_given
         self._progress.add_step(
