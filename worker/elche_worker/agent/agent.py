@@ -69,9 +69,7 @@ REFUSALS = (
 )
 """Status codes by which the coordinator refuses the agent for good: it ends, and does not try again."""
 ALIVE_EVERY_S = 5.0
-"""Seconds between empty messages to a reader that follows a log. Sending one fails once the reader has gone; without
-them the agent would follow a silent log forever.
-"""
+"""Seconds between empty messages to who follows a log: sending one fails when the reader has gone."""
 
 MAX_DELIVERIES = 192
 """Most files that are sent at once: each takes two threads and two open files, which starting ranks needs, too."""

@@ -109,9 +109,7 @@ class Processes:
         confinement: Confinement | None = None,
         spawner: "SpawnerProcess | None" = None,
     ) -> None:
-        """`num_slots` ranks share the processors. With a `confinement` each rank has its own container with a spawner.
-        A `spawner` that runs already is used as it is.
-        """
+        """`num_slots` ranks share the processors; confined ones have a container and a spawner each."""
         self._on_exit = on_exit
         self._num_slots = num_slots
         self._confinement = confinement

@@ -142,9 +142,7 @@ class Averaging:
             self._is_checked.wait()
 
     def order_change(self) -> None:
-        """Has the device queue wait until the snapshot is gathered. Call it before queueing work that changes
-        parameters, which would otherwise change them under the snapshot.
-        """
+        """Has the device queue wait for the snapshot: call it before queueing work that changes parameters."""
         if self._gathered is not None:
             self._streams.receive(self._gathered)
             self._gathered = None

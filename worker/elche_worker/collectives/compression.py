@@ -41,9 +41,7 @@ class Compression:
         """Encodes and decodes what is in host memory while other values are sent."""
 
     def average(self, change: torch.Tensor, fractions: list[float], group: ValueCollectives, *, codec: Codec) -> None:
-        """Makes `change` (float32, flat) the sum over ranks of fraction times change, in place. All ranks must have the
-        same codec; it may be another in each round.
-        """
+        """Makes `change` (float32, flat) the sum over ranks of fraction times change, by the same codec on all."""
         self._error, self._sum_error = self._error.to(change.device), self._sum_error.to(change.device)
         self._next = self._error, self._sum_error
         work = _Work(codec, change, fractions, self._error, self._sum_error, keeps=fractions[group.position] > 0)

@@ -101,9 +101,7 @@ class Meeting:
         return PrefixStore(f"group {self._num_groups}", store)
 
     def _wait_until(self, are_there: Callable[[], bool], find_lacking: Callable[[], list[int]]) -> None:
-        """Waits for the other ranks, and says so after a while. Raises `Misuse` if one has ended, or has not come to
-        the script's first trainer in torch's time limit.
-        """
+        """Waits for the other ranks. Raises `Misuse` if one ends, or is too late for the script's first trainer."""
         began_s, has_printed = time.monotonic(), False
         while not are_there():
             lacking = find_lacking()

@@ -210,9 +210,7 @@ class World:
         self._follow_calls()
 
     def _exchange_addresses(self, before: set[Address]) -> None:
-        """Exchanges the addresses on which gloo listens and did not `before`, by which `give_up` finds connections.
-        Raises `PeerLost` if the group was given up meanwhile.
-        """
+        """Exchanges the new addresses of gloo, for `give_up`. Raises `PeerLost` if that has been called."""
         if not self._is_own or self.device.type != "cpu":
             return
         new = listening() - before

@@ -118,9 +118,7 @@ class ElcheCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **named: Any,
     ) -> None:
-        """Reports the loss and other values logged while training. Hugging Face's `grad_norm` is that of this rank's
-        own gradients: it becomes that of their average.
-        """
+        """Reports what is logged while training. `grad_norm` becomes that of the averaged gradients."""
         if self._norm is not None and logs and "grad_norm" in logs:
             for logged in (logs, state.log_history[-1]):
                 logged["grad_norm"] = self._norm.item()

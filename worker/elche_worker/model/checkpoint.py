@@ -315,9 +315,7 @@ class Loaded:
                 )
 
     def restore_model(self, model: nn.Module) -> None:
-        """Copies the weights into the model, which may be sharded. Raises `InvalidJob` if the checkpoint leaves frozen
-        parameters out and the model's are different.
-        """
+        """Copies the weights into the model. Raises `InvalidJob` if it has other frozen parameters than left out."""
         targets = persistent_tensors(model)
         weights = completed(model, self.weights, self.frozen, f"the checkpoint {self.path}")
         placed_there = {name: placed(one, targets.get(name)) for name, one in weights.items()}

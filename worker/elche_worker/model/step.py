@@ -309,9 +309,7 @@ class TrainStep:
         return total, scalars
 
     def _parts_of(self, data: Any, size: int, num_parts: int) -> list[tuple[Any, int]]:
-        """Splits the batch into parts. Raises `InvalidJob` for a batch of the job's own `collate_fn`, since it is
-        unknown which of its values belong to which sample.
-        """
+        """Splits the batch into parts. Raises `InvalidJob` for one of a `collate_fn`, which only that can split."""
         is_own = self._job.collate_fn is not None
         if num_parts == 1 or (is_own and self.num_parts == self._job.accumulate):
             return data if isinstance(data, InParts) else [(data, size)]

@@ -5,17 +5,7 @@ from contextlib import suppress
 from typing import NoReturn, assert_never
 
 from elche_worker.collectives.operations import CollectiveFailed, RoundAborted
-from elche_worker.rank.acts import (
-    ApplyResult,
-    EndRound,
-    EnterRound,
-    FinishBuild,
-    JoinGeneration,
-    ResolveCheckpoint,
-    TakeLease,
-    TrainBatch,
-    UseResult,
-)
+from elche_worker.rank import acts
 from elche_worker.rank.distributed_group import DistributedGroup
 from elche_worker.rank.replica import Replica
 
@@ -27,27 +17,27 @@ def follow(group: DistributedGroup, replica: Replica, wake: threading.Condition)
     while True:
         act = group.receive()
         match act:
-            case TrainBatch():
+            case acts.TrainBatch():
                 with wake:
                     wake.wait_for(lambda: replica.loader.is_ready)
                 replica.train(act)
-            case TakeLease():
+            case acts.TakeLease():
                 replica.take_lease(act.lease)
-            case EnterRound():
+            case acts.EnterRound():
                 replica.enter_round(act)
-            case EndRound():
+            case acts.EndRound():
                 replica.end_collective()
-            case ApplyResult():
+            case acts.ApplyResult():
                 # A lost round needs no action here: its work has been put back, and the leader's next act follows.
                 with suppress(CollectiveFailed, RoundAborted):  # the leader gets the error too, and reports it
                     replica.apply_result()
-            case ResolveCheckpoint():
+            case acts.ResolveCheckpoint():
                 replica.resolve_checkpoint(act)
-            case UseResult():
+            case acts.UseResult():
                 replica.use_result(act)
-            case JoinGeneration():
+            case acts.JoinGeneration():
                 replica.join_generation(act)
-            case FinishBuild():
+            case acts.FinishBuild():
                 replica.finish_build(act.generation)
             case _:
                 assert_never(act)

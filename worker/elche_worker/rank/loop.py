@@ -20,17 +20,7 @@ from elche_worker.data.lease_loader import LeasedPart
 from elche_worker.data.reserve import ReservedLeases
 from elche_worker.device.streams import DeviceStreams
 from elche_worker.model.evaluation import Evaluated, make_metrics
-from elche_worker.rank.acts import (
-    ApplyResult,
-    EndRound,
-    EnterRound,
-    FinishBuild,
-    JoinGeneration,
-    ResolveCheckpoint,
-    TakeLease,
-    TrainBatch,
-    UseResult,
-)
+from elche_worker.rank import acts
 from elche_worker.rank.best import keep_best
 from elche_worker.rank.evaluation_messages import evaluated_message, tensors_of
 from elche_worker.rank.generations import GroupBuild
@@ -236,7 +226,7 @@ class RankLoop:
 
     def _begin_lease(self, lease: LeasedPart) -> None:
         """Begins a lease, or a part of one, that may be trained now."""
-        self._group.send(TakeLease(lease))
+        self._group.send(acts.TakeLease(lease))
         self._replica.take_lease(lease)
 
     def _give_reserve_back(self) -> None:
@@ -314,7 +304,7 @@ class RankLoop:
         calls_back = outcome.HasField("checkpoint") and self._job.checkpoint_fn is not None
         # With `checkpoint_fn` it is written once that was called, in `use_result`.
         if not calls_back:
-            act = ResolveCheckpoint(outcome.round, outcome.version, outcome.HasField("checkpoint"))
+            act = acts.ResolveCheckpoint(outcome.round, outcome.version, outcome.HasField("checkpoint"))
             self._group.send(act)
             self._replica.resolve_checkpoint(act, outcome.checkpoint)
         if outcome.HasField("evaluate") or outcome.save_final or calls_back:
@@ -323,14 +313,16 @@ class RankLoop:
     def _join(self, command: rank_pb2.FormGroup) -> None:
         self._headers.learn(command)
         self._report_times.learn(command.world_size)
-        act = JoinGeneration(command.attempt, command.generation, command.position, command.world_size, command.backend)
+        act = acts.JoinGeneration(
+            command.attempt, command.generation, command.position, command.world_size, command.backend
+        )
         self._group.send(act)
         self._replica.join_generation(act)
 
     def _report_built(self, build: GroupBuild) -> None:
         """Reports that a generation's group stands, or why it does not."""
         generation = build.act.generation
-        self._group.send(FinishBuild(generation))
+        self._group.send(acts.FinishBuild(generation))
         problem = self._replica.finish_build(generation)
         if problem:
             self._report_abandoned(generation, problem)
@@ -404,7 +396,7 @@ class RankLoop:
     # Batches
 
     def _train(self) -> None:
-        act = TrainBatch(self.progress.samples, self._replica.rates.factor)
+        act = acts.TrainBatch(self.progress.samples, self._replica.rates.factor)
         self._group.send(act)
         epoch, started_s = self._replica.epoch, time.perf_counter()
         self._replica.train(act)
@@ -456,7 +448,7 @@ class RankLoop:
         started_s = time.perf_counter()
         # a rank that is stopped while the coordinator is away leaves its last result as a draft
         is_away = not self._session.is_connected
-        act = EnterRound(self._replica.row(round_id, generation), may_be_checkpoint, keeps_result=is_away)
+        act = acts.EnterRound(self._replica.row(round_id, generation), may_be_checkpoint, keeps_result=is_away)
         self._group.send(act)
         self._replica.enter_round(act)
         self._stalled_ms = (time.perf_counter() - started_s) * 1000
@@ -473,7 +465,7 @@ class RankLoop:
         self._note(timeline.AVERAGE, self._entered_s, entered.round)
         applied_s = time.perf_counter()
         newer_batches = self.local_step - entered.local_step
-        self._group.send(ApplyResult())
+        self._group.send(acts.ApplyResult())
         try:
             result = self._replica.apply_result()
         except (RoundAborted, CollectiveFailed) as error:
@@ -516,7 +508,7 @@ class RankLoop:
         if control.leaving is not None:
             raise Leave(control.leaving)
         if not self._averaging.is_done:
-            self._group.send(EndRound())
+            self._group.send(acts.EndRound())
             self._replica.end_collective()
         return generation
 
@@ -538,7 +530,7 @@ class RankLoop:
         """Evaluates, saves or shows the round's result, which the flat buffers hold until the next round."""
         started_s = time.perf_counter()
         part = outcome.evaluate
-        act = UseResult(
+        act = acts.UseResult(
             round=outcome.round,
             version=outcome.version,
             evaluates=outcome.HasField("evaluate"),

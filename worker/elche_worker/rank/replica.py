@@ -451,9 +451,7 @@ class Replica:
         return AppliedResult(averaged, digest)
 
     def _show_result(self, *, has_work: bool) -> None:
-        """Captures the result for a checkpoint, and calls the job's `after_round` if any rank's work is in it. The
-        round that distributes the initial model has none.
-        """
+        """Captures the result for a checkpoint, and calls `after_round` if any rank's work is in it."""
         at_entry = self.entered.state
         if self._job.after_round is not None or (at_entry is not None and self._job.optimizer_state != "local"):
             with self._result_in_model():

@@ -290,9 +290,7 @@ class Sharded:
             self._step_watch = register_optimizer_step_post_hook(stepped)
 
     def _await_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Registers the averaging of scalars' gradients at the end of backward, in one collective: scalars are not
-        sharded, so that `fully_shard` does not reduce theirs.
-        """
+        """Has scalars' gradients, which `fully_shard` does not reduce, averaged at the end of backward."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]

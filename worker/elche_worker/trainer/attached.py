@@ -352,9 +352,7 @@ def attach_submitted(launch: Launch, config: TrainerConfig, world: World, *, pol
 
 
 def _opened(address: str, world: World, tls: str | None = None) -> grpc.Channel:
-    """A channel to the coordinator, by default with the certificates that the environment names. Raises `Misuse` on
-    every rank if one of them cannot open one.
-    """
+    """A channel to the coordinator. Raises `Misuse` on every rank if one of them cannot open one."""
     channel, problem = None, ""
     try:
         channel = open_channel(address, named_folder() if tls is None else tls)
