@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 
 class Switches:
-    """Finds what callbacks have changed in a model since it was built, frozen parameters and modules' modes. A rank that
+    """Finds what callbacks have changed in a model since it was built: frozen parameters, modules' modes. A rank that
     joins later needs it, since `epoch_fn` may change them in one epoch only.
     """
 
