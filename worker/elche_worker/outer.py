@@ -19,11 +19,9 @@ class OuterOptimizer(Protocol):
 
     def num_moments(self) -> int:
         """Number of tensors of the parameters' size in its state."""
-        ...
 
     def step(self, last: torch.Tensor, average: torch.Tensor, moments: list[torch.Tensor], num_steps: int) -> None:
         """Turns `average` into the next result, in place, and updates the moments. `num_steps` counts from 1."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

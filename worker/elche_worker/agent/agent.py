@@ -69,13 +69,10 @@ REFUSALS = (
 )
 """Status codes by which the coordinator refuses the agent for good: it ends, and does not try again."""
 ALIVE_EVERY_S = 5.0
-"""Seconds between empty messages to a reader that follows a log. Sending one fails once the reader has gone; without
-them the agent would follow a silent log forever.
-"""
+"""Seconds between empty messages to who follows a log: sending one fails when the reader has gone."""
 
 MAX_DELIVERIES = 192
-"""Most files that are sent at once. Each takes two threads and two open files, which this process also needs to start
-ranks."""
+"""Most files that are sent at once: each takes two threads and two open files, which starting ranks needs, too."""
 NO_THREAD = "can't start new thread"
 """What Python says, in a `RuntimeError`, when the system starts no more threads."""
 Order = TypeVar("Order", agent_pb2.SendModel, agent_pb2.SendLog, agent_pb2.StoreArtifacts)
@@ -137,9 +134,7 @@ class Agent:
         self._is_confined = confinement is not None
         self._artifacts = ArtifactWriter(self._folders, self._processes, is_confined=confinement is not None)
         self._loop_ports: dict[str, int] = {}
-        """By job: port of rank 0's store, for a script whose ranks are being started on this host. Removed when the
-        last of them is started.
-        """
+        """By job: port of rank 0's store, for a script whose ranks are being started here."""
 
     def run(self) -> None:
         """Serves until `stop`; waits for a coordinator that does not answer. Raises `Unreachable` if the coordinator
@@ -206,9 +201,7 @@ class Agent:
         return self._metadata != before
 
     def _give_up_ranks(self) -> None:
-        """Ends all ranks, since the coordinator does not know them or has given them up, and drops the reports about
-        them.
-        """
+        """Ends all ranks, which the coordinator does not know or has given up, and drops the reports on them."""
         self._processes.kill_all()
         self._outbound.begin_anew()
         self._store = ""
@@ -270,7 +263,7 @@ class Agent:
         )
         outgoing.put(agent_pb2.AttendRequest(hello=hello))
         stub = agent_pb2_grpc.AgentServiceStub(channel)
-        self._call = call = stub.Attend(self._requests(outgoing), metadata=self._metadata)
+        self._call = call = stub.Attend(self._outbound.requests(outgoing), metadata=self._metadata)
         if self._stopped.is_set():  # since before there was a call to cancel
             call.cancel()  # type: ignore[no-untyped-call]
         try:
@@ -286,17 +279,8 @@ class Agent:
             self._outbound.close()
             outgoing.put(None)
 
-    def _requests(
-        self, outgoing: "queue.SimpleQueue[agent_pb2.AttendRequest | None]"
-    ) -> Iterator[agent_pb2.AttendRequest]:
-        while (message := outgoing.get()) is not None:
-            message.num_received = self._outbound.num_received
-            yield message
-
     def _take_welcome(self, welcome: agent_pb2.AgentWelcome) -> None:
-        """Handles the coordinator's welcome. A coordinator that does not know this agent does not know its ranks
-        either.
-        """
+        """Handles the welcome. A coordinator that does not know this agent does not know its ranks either."""
         log.info("coordinator=%s connected as %s", self._coordinator, welcome.agent_id)
         if welcome.is_new:
             if num_ranks := self._processes.num_running:
@@ -401,9 +385,7 @@ class Agent:
             self._deliveries.release()
 
     def _deliver(self, order: agent_pb2.SendModel) -> None:
-        """Sends the model of a job whose ranks ran here, or the weights of one of its checkpoints. No other file can be
-        asked for.
-        """
+        """Sends the model of a job that ran here, or the weights of a checkpoint of it, and no other file."""
         self._send(f"job {order.job_id}: its model", order.transfer, self._model(order))
 
     def _model(self, order: agent_pb2.SendModel) -> Iterator[agent_pb2.DeliverRequest]:

@@ -50,9 +50,7 @@ FORMAT = 1
 
 
 class ArtifactWriter:
-    """Stores jobs' artifacts, one job at a time for the coordinator's store, and one at a time for jobs' own stores.
-    Removes nothing from this host.
-    """
+    """Stores jobs' artifacts: one job at a time in the coordinator's store, and one in stores of jobs' own."""
 
     def __init__(self, folders: JobFolders, processes: Processes, *, is_confined: bool) -> None:
         """`is_confined`: False if jobs may write to any folder that the agent may write to."""

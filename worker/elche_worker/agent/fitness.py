@@ -1,6 +1,4 @@
-"""Whether this host can start ranks: not while what they need cannot be written, such as on a full disk, or while it
-starts no more threads.
-"""
+"""Checks that this host can start ranks: that their folders can be written to, and threads be started."""
 
 import logging
 import threading
@@ -54,18 +52,14 @@ class Fitness:
             self.look()
 
     def tell_again(self) -> None:
-        """Tells a problem that there is, of which a coordinator that was just reached may not know. Does not look, and
-        so does not wait for a disk.
-        """
+        """Tells a coordinator that was just reached of a problem there is, without looking again at a slow disk."""
         with self._telling:
             if self._problem:
                 self._tell(self._problem)
 
 
 def _problem_of_threads() -> str:
-    """Why a rank could not start its threads, as when a job has taken all processes that the worker's user may have;
-    empty if it can.
-    """
+    """Why a rank could not start its threads, as when a job has taken all processes of this user; or ""."""
     is_over, started = threading.Event(), []
     try:
         for _ in range(NEEDED_THREADS):

@@ -34,9 +34,7 @@ def check_writable(work_dir: Path) -> None:
 
 
 def problem_of(work_dir: Path) -> str:
-    """Why no rank can be started: nothing can be written there, or no temporary file, which PyTorch needs to be
-    imported; empty if one can.
-    """
+    """Why no rank can be started: work folder or temporary folder, which PyTorch needs, is not writable; or ""."""
     try:
         work_dir.mkdir(parents=True, exist_ok=True)
         _write(work_dir)
@@ -118,9 +116,7 @@ class JobFolders:
         return text
 
     def _draft(self, text: str) -> Path:
-        """Writes a complete file with the text, under a draft's name, to be renamed or linked: readers never find half
-        of it.
-        """
+        """Writes the text under a draft's name, to be renamed or linked: readers never find half of it."""
         draft = self._kept / f"{secrets.token_hex(8)}.draft"
         with draft.open("w", encoding="utf-8") as file:
             file.write(text)

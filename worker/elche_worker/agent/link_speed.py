@@ -21,8 +21,7 @@ CONNECT_S = 5.0
 NUM_PINGS = 20
 """Round trips that are timed; their median counts."""
 STEPS_S = (0.05, 1.0)
-"""Seconds that sending the second and third amount should take; their sizes follow from the time of the one before,
-since TCP starts slowly."""
+"""Seconds for the second and third amount, sized by the time of the one before, since TCP starts slowly."""
 FIRST_BYTES = 64 << 10
 """Least amount that is sent, and the first one."""
 MAX_BYTES = 4 << 30
@@ -32,9 +31,7 @@ BLOCK = bytes(256 << 10)
 LENGTH = 8
 """Bytes of the number that says how large an amount is, big-endian."""
 PING, TAKE, GIVE = b"p", b"t", b"g"
-"""Commands of the host that measures. `PING`: answer with one byte. `TAKE`: receive an amount, then answer. `GIVE`:
-send an amount.
-"""
+"""Commands: `PING`, answer with one byte; `TAKE`, receive an amount, then answer; `GIVE`, send an amount."""
 
 
 class LinkFault(Exception):

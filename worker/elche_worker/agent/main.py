@@ -209,9 +209,7 @@ def main(
 
 
 def serve(agent: "Agent", *, exit_with_stdin: bool) -> NoReturn:
-    """Runs the agent until a signal or the end of standard input, then ends this process. Raises `ElcheError` when the
-    coordinator refuses the agent.
-    """
+    """Runs the agent until a signal or the end of standard input. Raises `ElcheError` when it is refused."""
     leave_on_signals(agent.leave)
     if exit_with_stdin:
         threading.Thread(target=_stop_with_stdin, args=(agent.stop,), daemon=True).start()
@@ -274,9 +272,7 @@ def _slots(devices: str) -> list[agent_pb2.Slot]:
 
 
 def slots_of(devices: Sequence[Mapping[str, Any]]) -> list[agent_pb2.Slot]:
-    """The slots of devices as `device.discovery` finds them; a device that is named several times gets
-    several ranks.
-    """
+    """The slots of devices that `device.discovery` has found; a device named several times gets several ranks."""
     times = Counter(one["device"] for one in devices)
     return [agent_pb2.Slot(**one, repeats=times[one["device"]] > 1) for one in devices]
 

@@ -109,9 +109,7 @@ class Processes:
         confinement: Confinement | None = None,
         spawner: "SpawnerProcess | None" = None,
     ) -> None:
-        """`num_slots` ranks share the processors. With a `confinement` each rank has its own container with a spawner.
-        A `spawner` that runs already is used as it is.
-        """
+        """`num_slots` ranks share the processors; confined ones have a container and a spawner each."""
         self._on_exit = on_exit
         self._num_slots = num_slots
         self._confinement = confinement
@@ -138,9 +136,7 @@ class Processes:
                 self._need_spawner()
 
     def start(self, key: Key, starts: Sequence[RankStart]) -> None:
-        """Starts a rank's processes, the leader first. Raises `OSError` when a log or a process cannot be made, and
-        after `close`.
-        """
+        """Starts a rank's processes, the leader first. Raises `OSError`, also after `close`."""
         for one in starts:
             self.files.make_folder(one.log_path.parent)
             self.files.append(one.log_path).close()
@@ -229,9 +225,7 @@ class Processes:
                     running.spawner.signal(process, number)
 
     def ask_all(self) -> None:
-        """Asks each rank's leader to leave; a leader that finds no coordinator stops by itself. Scripts with a loop of
-        their own go on.
-        """
+        """Asks each rank's leader to leave, which it may do without a coordinator; not scripts with own loops."""
         with self._changed:
             for key, running in self._running.items():
                 if not running.is_loop:
@@ -257,9 +251,7 @@ class Processes:
                 self._spawner.kill()
 
     def watch(self, is_over: threading.Event) -> None:
-        """Lets a spawner go on that was stopped (SIGSTOP), as by a rank, until `is_over`. No rank could begin or end
-        meanwhile, that of no job.
-        """
+        """Until `is_over`, continues a spawner that was stopped (SIGSTOP): no rank could begin or end meanwhile."""
         while not is_over.wait(GO_ON_EVERY_S):
             with self._changed:
                 spawner = self._spawner
@@ -434,11 +426,8 @@ class SpawnerProcess:
 
     def signal(self, number: int, value: int) -> None:
         """Sends a signal to a process, if it has not ended."""
-        self._ask(number=number, signal=int(value))
-
-    def _ask(self, **request: Any) -> None:
         with suppress(OSError):  # the spawner has died with its ranks, which `read_reports` reports
-            self._socket.sendall(json.dumps(request).encode() + b"\n")
+            self._socket.sendall(json.dumps({"number": number, "signal": int(value)}).encode() + b"\n")
 
     def go_on(self) -> None:
         """Continues it if it is stopped."""
@@ -453,9 +442,7 @@ class SpawnerProcess:
 
 
 def _end_sessions(pids: list[int]) -> None:
-    """Kills processes whose parent has died, and those that user code has started in them; waits until all have
-    ended.
-    """
+    """Kills processes whose parent has died, with those that they started, and waits for their end."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)

@@ -16,8 +16,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import grpc
@@ -66,7 +66,7 @@ def _submit_now(channel: grpc.Channel, left: dict[str, Path], is_over: threading
     with ExitStack() as locks:
         jobs = []
         for job_id, folder in left.items():
-            if not locks.enter_context(_Lock(folder)).is_mine:
+            if not locks.enter_context(_locked(folder)):
                 others.append(folder)
             elif ranks := _left_in(folder):  # another worker may have handed them in by now
                 jobs.append(_Job(job_id, folder, [_Ghost(channel, rank) for rank in ranks]))
@@ -79,34 +79,27 @@ def _submit_now(channel: grpc.Channel, left: dict[str, Path], is_over: threading
     _wait(lambda: all(map(_is_free, others)), until_s, is_over)
 
 
-class _Lock:
-    """The lock of a job's records while it is a context, unless another worker has it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.is_mine = True
-        """False while another worker has it. On a file system without locks every worker gets it."""
-        self._file: int | None = None
-        try:
-            self._file = os.open(folder / FOLDER / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.is_mine = False
-        except OSError:
-            pass
-
-    def __enter__(self) -> "_Lock":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            os.close(self._file)
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Context with the lock of a job's records: True unless another worker has it, or where there are no locks."""
+    file, is_mine = None, True
+    try:
+        file = os.open(folder / FOLDER / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        is_mine = not isinstance(error, BlockingIOError)
+    try:
+        yield is_mine
+    finally:
+        if file is not None:
+            os.close(file)
 
 
 def _is_free(folder: Path) -> bool:
     if not (folder / FOLDER / LOCK).exists():  # they have been handed in
         return True
-    with _Lock(folder) as lock:
-        return lock.is_mine
+    with _locked(folder) as is_mine:
+        return is_mine
 
 
 def _left_in(folder: Path) -> list[StoppedRank]:
@@ -178,9 +171,7 @@ class _Ghost:
         self.lost = reason.removeprefix(LOST)
 
     def _take(self, command: rank_pb2.ConverseResponse) -> None:
-        """Carries out a command as the rank would: notes a shutdown, abandons a generation, or writes the
-        checkpoint.
-        """
+        """Carries out a command as the rank would: a shutdown, an abandoned generation, or a checkpoint."""
         if command.HasField("shutdown"):
             self.released = command.shutdown.reason or "the job is over"
         elif command.HasField("abandon"):

@@ -48,9 +48,7 @@ class Averaging:
         measures_divergence: bool = True,
         agree: Callable[[bool], bool] = bool,
     ) -> None:
-        """`agree` returns True if a condition holds in all processes of the rank. It runs on the collective's
-        thread.
-        """
+        """`agree` returns True if a condition holds in all processes of the rank; called on the collective's thread."""
         # In a replica group each process has its own part of the values. If one took a result and another did not, or
         # one found its values finite and another did not, the parts of the model would be of different rounds.
         self._agree = agree
@@ -67,9 +65,7 @@ class Averaging:
         """
         self._is_checked = threading.Event()
         self.is_unusual = False
-        """True once this rank's values may be left out of the running round: it should wait for the result, since steps
-        on them would be dropped.
-        """
+        """True once this rank's values may be left out: it waits for the result, since further steps are dropped."""
         self.place = ValuesPlace.DEVICE
         """Where the next round holds its values."""
         self._gathered: Any = None
@@ -146,9 +142,7 @@ class Averaging:
             self._is_checked.wait()
 
     def order_change(self) -> None:
-        """Has the device queue wait until the snapshot is gathered. Call it before queueing work that changes
-        parameters, which would otherwise change them under the snapshot.
-        """
+        """Has the device queue wait for the snapshot: call it before queueing work that changes parameters."""
         if self._gathered is not None:
             self._streams.receive(self._gathered)
             self._gathered = None

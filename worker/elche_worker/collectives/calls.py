@@ -83,9 +83,7 @@ class Calls:
         self._store = PrefixStore("calls", store) if store is not None and len(members) > 1 else None
 
     def open(self) -> int:
-        """Counts one more loop that uses it, and returns its number, equal on every rank; the first one starts the
-        watching thread.
-        """
+        """Counts one more loop, and returns its number, equal on every rank; the first starts the watching thread."""
         self._num_users += 1
         self._num_opened += 1
         if self._num_users == 1 and self._store is not None:

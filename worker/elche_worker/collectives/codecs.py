@@ -22,11 +22,9 @@ class Codec(Protocol):
 
     def encode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Float32 (rows, blocks, `BLOCK`) to uint8 (rows, blocks, bytes), one for each part."""
-        ...
 
     def decode(self, *parts: torch.Tensor) -> torch.Tensor:
         """Decodes contiguous parts to float32 (rows, blocks, `BLOCK`)."""
-        ...
 
 
 class Float32:
@@ -144,9 +142,7 @@ def _of_two_bits(codes: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Packs codes of `bits` bits (uint8, in the last dimension) into full bytes; those of its first part get the lowest
-    bits.
-    """
+    """Packs codes of `bits` bits (uint8, in the last dimension) into bytes, the first part in the lowest bits."""
     first, *others = codes.chunk(8 // bits, dim=-1)
     packed = first.clone()
     for at, part in enumerate(others, start=1):
@@ -161,9 +157,7 @@ def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 class Encoded:
-    """Rows of encoded blocks: as bytes, which are sent, and by their parts. In a row all blocks of one part come after
-    all of the one before.
-    """
+    """Rows of encoded blocks, as bytes to send and as parts: in a row one part of all blocks, then the next."""
 
     def __init__(self, codec: Codec, raw: torch.Tensor) -> None:
         self.raw = raw

@@ -17,15 +17,11 @@ from elche_worker.collectives.operations import ValueCollectives
 from elche_worker.device import chunks
 
 CACHED = 1 << 18
-"""Values that a CPU encodes or decodes at once, so that what it computes in between stays in its cache: with 2 bits
-2.5 times as fast as 32 MB at once.
-"""
+"""Values that a CPU encodes at once, so that they stay in its cache: 2.5 times as fast as 32 MB with 2 bits."""
 
 
 class Compression:
-    """Averages compressed changes, some blocks at a time. Its errors are of one rank and generation, and change in
-    `commit` only.
-    """
+    """Averages compressed changes of one rank and generation, whose errors change in `commit` only."""
 
     def __init__(self, length: int, group: ValueCollectives) -> None:
         self.generation = group.generation
@@ -45,9 +41,7 @@ class Compression:
         """Encodes and decodes what is in host memory while other values are sent."""
 
     def average(self, change: torch.Tensor, fractions: list[float], group: ValueCollectives, *, codec: Codec) -> None:
-        """Makes `change` (float32, flat) the sum over ranks of fraction times change, in place. All ranks must have the
-        same codec; it may be another in each round.
-        """
+        """Makes `change` (float32, flat) the sum over ranks of fraction times change, by the same codec on all."""
         self._error, self._sum_error = self._error.to(change.device), self._sum_error.to(change.device)
         self._next = self._error, self._sum_error
         work = _Work(codec, change, fractions, self._error, self._sum_error, keeps=fractions[group.position] > 0)
@@ -96,7 +90,7 @@ class Compression:
 
 
 class _Work:
-    """What one average computes, chunk by chunk: the same slice of each rank's part of the change.
+    """Computes one average, chunk by chunk: the same slice of each rank's part of the change.
 
     Without `keeps`, as for a rank whose values have no weight, the error of its earlier changes is neither sent nor
     changed.
@@ -146,9 +140,7 @@ class _Work:
         return raw.raw
 
     def store(self, at: slice, gathered: torch.Tensor) -> None:
-        """Puts all sums in place of the change. The owner decodes its own bytes too, though it has the exact sum:
-        results must be equal.
-        """
+        """Puts all sums in place of the change. The owner decodes its own, too: results must be equal."""
         sums = Encoded(self._codec, gathered)
         for place, cut in self._cuts(at):
             for own, row in zip(self._rows(place), sums.read(cut), strict=True):

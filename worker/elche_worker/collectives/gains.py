@@ -45,9 +45,7 @@ class Spread:
     """Squared norms of the ranks' steps, per row. Bit for bit equal on all ranks."""
 
     of_steps: torch.Tensor
-    """Weighted mean over the ranks, smoothed over rounds; where less than the whole gain is taken, that much nearer to
-    `of_mean`.
-    """
+    """Weighted mean over the ranks, smoothed over rounds; nearer to `of_mean` where not all of a gain is taken."""
     of_mean: torch.Tensor
     """Of the ranks' mean step, smoothed over the same rounds."""
     newest_of_steps: torch.Tensor
@@ -135,9 +133,7 @@ class Rows:
 
 
 def whole_squares(step: torch.Tensor) -> torch.Tensor:
-    """The squared norms of the rows of a step, which is overwritten. Every operation is exact, or is rounded the same
-    way on all processors.
-    """
+    """The squared norms of a step's rows, rounded alike on all processors. Overwrites the step."""
     if not step.numel():
         return torch.zeros(len(step), dtype=SQUARES, device=step.device)
     least, greatest = step.aminmax(dim=1, keepdim=True)

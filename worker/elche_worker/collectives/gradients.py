@@ -35,9 +35,7 @@ class Bucket:
     def __init__(
         self, indices: list[int], parameters: Sequence[nn.Parameter], num_notes: int, device: torch.device
     ) -> None:
-        """`indices` are those of the bucket's parameters. `notes` are the last `num_notes` elements: what ranks sum
-        besides gradients.
-        """
+        """`indices`: those of its parameters. `num_notes`: last elements, for what ranks sum besides gradients."""
         self.indices = indices
         dtype = parameters[indices[0]].dtype if indices else torch.float32
         sizes = [parameters[index].numel() for index in indices]
@@ -91,7 +89,7 @@ class Gradients:
         self._may_send = False
         """True if buckets may be sent during this step's backward."""
         self._made: dict[int, tuple[torch.Tensor, int, torch.Tensor | None]] = {}
-        """What backward has made in this step: gradients, by index, their version counters, and their sums if they are
+        """Gradients that backward has made in this step, by index, their version counters, and their sums if they are
         summed; else only those that were sent. By these later changes are noticed.
         """
         self._num_begun = 0
@@ -127,9 +125,7 @@ class Gradients:
             bucket.num_expected = sum(self._most_fired[index] for index in bucket.indices)
 
     def rejoin(self) -> None:
-        """Adopts the world's new group. What was sent of this step is sent again, from the gradients that backward
-        left.
-        """
+        """Adopts the world's new group. What was sent of this step is sent again, as backward left it."""
         self._group = self._world.another_group() if self._overlaps and self._world.size > 1 else self._world.group
         # When layers were frozen in this step, some ranks may have rebuilt their buckets for it already, others not. So
         # all rebuild them now, and send nothing during backward until then: ranks would send different buckets.
@@ -197,9 +193,7 @@ class Gradients:
             self._is_known = True
 
     def _change_trained(self) -> None:
-        """Rebuilds the buckets after layers were frozen or unfrozen. What was already sent of the old ones is
-        discarded.
-        """
+        """Rebuilds the buckets after layers were frozen or unfrozen, and discards what was sent of the old ones."""
         with lost_peers_named():
             for bucket in self._buckets[: self._num_sent]:
                 bucket.work.wait()

@@ -71,9 +71,7 @@ class AveragingOptions:
         return [0 if is_out else weight for is_out, weight in zip(self.discarded(rows), weights, strict=True)]
 
     def source(self, rows: Sequence[Row]) -> int:
-        """Position of the source: the first of the ranks with the newest version, preferably one whose values are not
-        left out.
-        """
+        """Position of the source: the first rank with the newest version, if possible one that is not left out."""
         are_out = self.discarded(rows)
         return max(range(len(rows)), key=lambda at: (rows[at].version, not are_out[at], -at))
 

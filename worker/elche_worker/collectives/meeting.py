@@ -74,9 +74,7 @@ class Meeting:
 
     @property
     def is_there(self) -> bool:
-        """True if the process that has the store accepts connections. Asked first, since torch logs many lines when it
-        cannot connect.
-        """
+        """True if the store's process accepts connections: asked first, as torch logs many lines when it cannot."""
         try:
             with socket.create_connection(self._address, ANSWER_S):
                 return True
@@ -84,9 +82,7 @@ class Meeting:
             return False
 
     def next(self) -> Store:
-        """Waits until all ranks are about to form their next group; returns the store for it. Raises `Misuse` when one
-        of them ends instead.
-        """
+        """Waits until all ranks form their next group; returns its store. Raises `Misuse` when one ends instead."""
         self._num_groups += 1
         come = {number: f"group {self._num_groups} of {number}" for number in self.members}
         store = self._store
@@ -105,9 +101,7 @@ class Meeting:
         return PrefixStore(f"group {self._num_groups}", store)
 
     def _wait_until(self, are_there: Callable[[], bool], find_lacking: Callable[[], list[int]]) -> None:
-        """Waits for the other ranks, and says so after a while. Raises `Misuse` if one has ended, or has not come to
-        the script's first trainer in torch's time limit.
-        """
+        """Waits for the other ranks. Raises `Misuse` if one ends, or is too late for the script's first trainer."""
         began_s, has_printed = time.monotonic(), False
         while not are_there():
             lacking = find_lacking()

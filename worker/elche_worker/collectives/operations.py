@@ -35,19 +35,15 @@ class ValueCollectives(Protocol):
 
     def all_gather(self, row: torch.Tensor) -> list[torch.Tensor]:
         """Every member's row, in order of position."""
-        ...
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums the tensor (flat, float32 or float64) over all members, in place."""
-        ...
 
     def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
         """Sends row i to position i; returns the rows that came, in order of position."""
-        ...
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Copies the tensor from the source's position to all, in place."""
-        ...
 
 
 class Collectives(ValueCollectives, Protocol):
@@ -58,37 +54,31 @@ class Collectives(ValueCollectives, Protocol):
     """
 
     attempt: int
-
-    @property
-    def sent_bytes(self) -> int:
-        """Payload bytes that this rank has sent so far."""
-        ...
+    sent_bytes: int = 0
+    """Payload bytes that this rank has sent so far, assuming ring algorithms."""
 
     def begin(self, round_id: int) -> None:
         """Begins a round."""
-        ...
+        return
 
     def finish(self) -> None:
         """Says that this rank has its whole result; returns when the round can no longer be abandoned."""
-        ...
+        return
 
     def abort(self) -> None:
         """Called on another thread: makes the operation that waits for other ranks, and all later ones, fail."""
-        ...
+        return
 
 
-class SoloCollectives:
+class SoloCollectives(Collectives):
     """The collectives of a single rank."""
 
-    position, size, sent_bytes = 0, 1, 0
+    position, size = 0, 1
 
     def __init__(self, *, attempt: int, generation: int, device: torch.device) -> None:
         self.attempt = attempt
         self.generation = generation
         self.device = device
-
-    def begin(self, round_id: int) -> None:
-        return
 
     def all_gather(self, row: torch.Tensor) -> list[torch.Tensor]:
         return [row]
@@ -100,10 +90,4 @@ class SoloCollectives:
         return rows
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        return
-
-    def finish(self) -> None:
-        return
-
-    def abort(self) -> None:
         return

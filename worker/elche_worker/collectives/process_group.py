@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, St
 
 from elche.errors import InvalidJob
 from elche_worker.collectives.nccl import PATIENCE, Communicator
-from elche_worker.collectives.operations import CollectiveFailed
+from elche_worker.collectives.operations import CollectiveFailed, Collectives
 from elche_worker.collectives.sockets import Address, listening, shut_connections
 from elche_worker.device.chunks import chunks
 from elche_worker.model.layout import CPU
@@ -30,7 +30,7 @@ _new_device = threading.Lock()
 """Held while a gloo device is made: its socket is the one that listens afterwards and did not before."""
 
 
-class ProcessGroupCollectives:
+class ProcessGroupCollectives(Collectives):
     """Collectives on torch's process groups. `finish` does nothing: if any rank has the result, those without it can
     get it from that one in a later generation (protocol P18.2).
     """
@@ -57,8 +57,6 @@ class ProcessGroupCollectives:
         self.attempt = attempt
         self.generation = generation
         self.device = device if backend == "nccl" else CPU
-        self.sent_bytes = 0
-        """Payload bytes sent so far, assuming ring algorithms."""
         store = PrefixStore(f"{attempt}/{generation}/{member}", store)
         self._own: Address | None = None
         """Address on which gloo accepts this group's connections, and no other connections; None before it listens."""
@@ -74,9 +72,6 @@ class ProcessGroupCollectives:
                 f"the ranks could not meet: {error}. Where ranks cannot reach each other, backend='cpu' averages "
                 "through the coordinator"
             ) from error
-
-    def begin(self, round_id: int) -> None:
-        return
 
     def all_gather(self, row: torch.Tensor) -> list[torch.Tensor]:
         self.sent_bytes += row.nbytes * (self.size - 1)
@@ -101,9 +96,6 @@ class ProcessGroupCollectives:
         options.rootRank = source
         options.rootTensor = 0
         self._run(tensor, lambda group: [group.broadcast([part], options) for part in self._parts(tensor)])
-
-    def finish(self) -> None:
-        return
 
     def _parts(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """The operands of a collective. A tensor on the device is cut into chunks: another rank may keep its values on
@@ -152,9 +144,7 @@ class ProcessGroupCollectives:
 
 
 def _listening_device(host: str) -> tuple[Any, Address]:
-    """A new gloo device and the address on which it listens. gloo does not tell it: it is the process's new listening
-    socket.
-    """
+    """A new gloo device, and its address, which gloo does not tell: the process's new listening socket."""
     gloo: Any = ProcessGroupGloo
     for _ in range(ATTEMPTS):
         with _new_device:

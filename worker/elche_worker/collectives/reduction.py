@@ -278,9 +278,7 @@ class Reduction:
         return CODECS[compress]() if self._choice is None else codec_of(level_of(wanted))
 
     def _learn_level(self, rows: Sequence[Row], averaging_s: float, *, is_exact: bool, is_source: bool) -> int:
-        """Learns from a round which level the next one should have, and returns the round's own; 0 if none is chosen.
-        The source says why it changes.
-        """
+        """The round's level; 0 if none is chosen. Learns which the next one should have; the source says why."""
         if self._choice is None or len(rows) < 2:
             return 0
         level = level_of(rows[self._options.source(rows)].level)
@@ -360,9 +358,7 @@ class Reduction:
         return Rows([entry.shape for entry in self._layout.trained(kind)])
 
     def _step(self, spread: SpreadOfRound | None, *, is_first: bool, num_samples: int) -> None:
-        """Makes the outer step, commits the compression errors and moves the average of the weights. A round without
-        any work makes no outer step.
-        """
+        """Commits the compression errors, and makes the outer step (if there was work) and the moving average."""
         outer = self._options.outer
         if self._compression is not None:
             self._compression.commit()
@@ -393,9 +389,7 @@ class Reduction:
         return memory
 
     def mean(self) -> dict[str, torch.Tensor]:
-        """The moving average of the weights by name, as of the last result: views of the kept tensors. Empty unless the
-        job has one.
-        """
+        """The moving average of the weights by name, as views, after the last result; empty if the job has none."""
         if self._options.decay is None:
             return {}
         kinds = self._memories.items()
@@ -423,9 +417,7 @@ class Reduction:
         return OuterState(trained.clone(), moments, loaded["num_steps"], spread, mean).to(trained.device)
 
     def memories(self) -> dict[str, Mapping[str, Any]]:
-        """Checkpoint state of all memories: plain values, tensors and pieces, without the last result: that is the
-        model.
-        """
+        """Checkpoint state of all memories, without the last result, which is the model."""
         return {str(kind): memory for kind, memory in (self._loaded | self._kept()).items()}
 
     def _kept(self) -> dict[Kind, Mapping[str, Any]]:
@@ -454,9 +446,7 @@ class Reduction:
         self._loaded = {cast(Kind, kind): memory for kind, memory in memories.items()}
 
     def _restored(self, kind: Kind, kept: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
-        """The inverse of `_stored`: this process's part, read from the state of a whole model or of a group of any
-        size.
-        """
+        """The inverse of `_stored`: this process's part, of a whole model or of a group of any size."""
         entries = self._layout.trained(kind)
         if isinstance(kept, torch.Tensor):
             if not self._layout.is_divided or not entries:

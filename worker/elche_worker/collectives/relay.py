@@ -13,7 +13,7 @@ import grpc
 import torch
 
 from elche.v1 import averaging_pb2, averaging_pb2_grpc
-from elche_worker.collectives.operations import RoundAborted
+from elche_worker.collectives.operations import Collectives, RoundAborted
 
 CHUNK_BYTES = 1 << 18
 """Most bytes of one message; with `AHEAD` it bounds what the coordinator holds for each rank, here 4 MiB."""
@@ -24,7 +24,7 @@ VERDICT_S = 20.0
 SUMS = {torch.float32: averaging_pb2.OPERATION_SUM_FLOAT32, torch.float64: averaging_pb2.OPERATION_SUM_FLOAT64}
 
 
-class Relay:
+class Relay(Collectives):
     """The ranks of one generation, connected through the coordinator."""
 
     def __init__(
@@ -35,7 +35,6 @@ class Relay:
         self.attempt = attempt
         self.generation = generation
         self.device = torch.device("cpu")
-        self.sent_bytes = 0
         self._stub = averaging_pb2_grpc.AveragingServiceStub(channel)
         self._metadata = (("elche-secret", secret),)
         self._round = 0

@@ -1,6 +1,4 @@
-"""This process's TCP sockets, found by their addresses, to end operations of gloo, which neither shows its sockets nor
-has a call for that.
-"""
+"""Finds this process's TCP sockets by address, to end operations of gloo, which has no call for that."""
 
 import os
 import socket

@@ -14,9 +14,7 @@ NONE, ROWS, DENSE = 0.0, 1.0, 2.0
 
 
 def sparse_names(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> set[str]:
-    """Names of the parameters with sparse gradients: of modules with `sparse=True`, and of optimizers that
-    need them.
-    """
+    """Names of the parameters with sparse gradients: of modules with `sparse=True`, or of `SparseAdam`."""
     says_so = [one for one in model.modules() if getattr(one, "sparse", None) is True]
     sparse = {id(getattr(one, "weight", None)) for one in says_so}
     for optimizer in optimizers:

@@ -210,9 +210,7 @@ class World:
         self._follow_calls()
 
     def _exchange_addresses(self, before: set[Address]) -> None:
-        """Exchanges the addresses on which gloo listens and did not `before`, by which `give_up` finds connections.
-        Raises `PeerLost` if the group was given up meanwhile.
-        """
+        """Exchanges the new addresses of gloo, for `give_up`. Raises `PeerLost` if that has been called."""
         if not self._is_own or self.device.type != "cpu":
             return
         new = listening() - before
@@ -300,9 +298,7 @@ class World:
         return unflattened(described, tensors)
 
     def gather_tensors(self, name: str, parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Each rank's parts, of any lengths in dimension 0. Raises `Misuse` on every rank if they differ otherwise, in
-        shape or dtype.
-        """
+        """Each rank's parts, of any lengths in dimension 0. Raises `Misuse` if shapes or dtypes differ otherwise."""
         if self.size == 1:
             return [parts]
         lengths = [len(part) for part in parts]
@@ -318,20 +314,9 @@ class World:
             own = torch.empty((0, *shape), dtype=dtype, device=self.device)
         else:
             own = torch.cat([part.detach() for part in parts]).to(self.device)
-        longest = max(sum(row) for row in all_lengths)
-        padded = torch.zeros((longest, *own.shape[1:]), dtype=own.dtype, device=self.device)
-        padded[: len(own)] = own
-        if not padded.numel():
-            return [[padded] * count for count in counts]
-        sent = padded.view(torch.uint8) if padded.dtype == torch.bool else padded
-        rows = [torch.empty_like(sent) for _ in range(self.size)]
-        with lost_peers_named():
-            dist.all_gather(rows, sent, group=self.group)
-        rows = [row.view(padded.dtype) for row in rows]
-        return [
-            list(torch.split(row[: sum(lengths)], lengths[:count]))
-            for row, lengths, count in zip(rows, all_lengths, counts, strict=True)
-        ]
+        rows = self.gather_rows(own, [sum(lengths) for lengths in all_lengths])
+        ends = zip(rows, all_lengths, counts, strict=True)
+        return [list(torch.split(row, lengths[:count])) if count else [] for row, lengths, count in ends]
 
     def gather_rows(self, own: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Each rank's rows, `sizes` of them; dtype and other dimensions must be equal on all ranks."""
@@ -339,6 +324,8 @@ class World:
             return [own]
         padded = own.new_zeros((max(sizes), *own.shape[1:]))
         padded[: len(own)] = own
+        if not padded.numel():
+            return [padded[:size] for size in sizes]
         sent = padded.view(torch.uint8) if padded.dtype == torch.bool else padded
         rows = [torch.empty_like(sent) for _ in sizes]
         with lost_peers_named():

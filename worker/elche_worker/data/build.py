@@ -32,9 +32,7 @@ def build_dataset(job: JobDefinition, file_name: str) -> tuple[Any, int]:
 
 
 def build_order(job: JobDefinition, dataset: Any, num_samples: int, file_name: str) -> Order:
-    """The order of the data set's samples in an epoch. Raises `InvalidJob`, also if the data set has not `num_samples`
-    samples any more, or `UserCodeRaised`.
-    """
+    """The order of samples in an epoch. Raises `InvalidJob`, also if their number has changed, or `UserCodeRaised`."""
     try:
         with seeded(job.seed):
             weights = job.sample_weights() if job.sample_weights else None

@@ -219,7 +219,6 @@ class Order(Protocol):
 
     def indices(self, epoch: int, offset: int, size: int) -> list[int]:
         """The indices of the samples at positions from `offset`."""
-        ...
 
 
 class Shuffled:

@@ -34,8 +34,7 @@ class FetchError:
     message: str
     traceback: str
     error: Exception | None = None
-    """The exception itself, in the process where it was raised; None after pickling, which it may not survive, and
-    for a StopIteration."""
+    """The exception, in the process that raised it; None after pickling, which it may not survive, or StopIteration."""
 
     def to_error(self) -> Exception:
         """The exception to raise."""
@@ -232,9 +231,7 @@ class Fetch:
             return self._broken(error, "in collating a batch")
 
     def _without_none(self, samples: list[Any]) -> FetchError | None:
-        """None if every sample is None, which skips the batch. Otherwise an error, since a batch of the default
-        collation must have its full size.
-        """
+        """None if every sample is None: the batch is skipped. Else an error, since its size would be wrong."""
         num_none = sum(sample is None for sample in samples)
         if num_none == len(samples):
             return None

@@ -31,9 +31,7 @@ from elche_worker.telemetry.timeline import SpanRecorder
 SHARED_MEMORY = "/dev/shm"
 """Where worker processes put semaphores and tensors, on Linux."""
 MAX_FOLDER_CHARS = 107 - len("/pymp-12345678/listener-12345678")
-"""Most characters of the folder for temporary files: with what `multiprocessing` adds, the name of a Unix socket has at
-most 107.
-"""
+"""Most characters of the temporary folder: `multiprocessing` makes names of sockets in it, of at most 107."""
 FILES_OF_A_BATCH = 8
 """Most files that a worker process has closed again when it could not send a batch, since it might open no more."""
 DEPTH = 4
@@ -99,9 +97,7 @@ class BatchRequest:
 
 
 class WorkerLost(ElcheError, RuntimeError):
-    """A DataLoader worker process has died: a `RuntimeError`, as torch raises. Errors of user code in a worker come as
-    a `FetchError` instead.
-    """
+    """A `DataLoader` worker process has died. Errors of user code in one come as a `FetchError` instead."""
 
     @classmethod
     def of(cls, error: BaseException) -> BaseException:
@@ -117,9 +113,7 @@ class WorkerLost(ElcheError, RuntimeError):
 
 
 def _of_workers(error: BaseException) -> BaseException:
-    """Converts an error of a loader with worker processes: their death, or no space for them. Errors of user code in a
-    worker do not come here.
-    """
+    """Converts an error of a loader with worker processes: their death, or no space for them."""
     if (limit := _all_files_open()) and not (isinstance(error, OSError) and error.errno == errno.ENOSPC):
         return InvalidJob(
             f"a worker process of the loader (num_workers) has {limit} files open, the most that it may (ulimit -n): "
@@ -312,9 +306,7 @@ class LeaseLoader:
         return LoadedBatch(wanted.epoch, wanted.size, data, wanted.own_size, 0, event, wanted.lease, wanted.offset)
 
     def fetch_any(self, num_samples: int) -> LoadedBatch:
-        """A batch for trials, of the first samples of the first epoch, fetched on this thread. It does not count as
-        trained.
-        """
+        """A batch of the first samples for trials, fetched on this thread. It does not count as trained."""
         indices = self._order.indices(0, 0, min(self._batch_size, num_samples))
         wanted = self._part(0, indices)
         data = self._fetch_here.collate(self._fetch_here.__getitems__(wanted.indices))
@@ -340,9 +332,7 @@ class LeaseLoader:
             self._room.notify()
 
     def make_room(self) -> bool:
-        """Moves batches that wait on the device to host memory; returns True if there were any. Called by the thread
-        that takes.
-        """
+        """Moves batches that wait on the device to the host; True if there were any. For the thread that takes."""
         ready = [(index, self._ready[index]) for index in range(len(self._ready))]  # another thread may append
         waiting = {index: one for index, one in ready if isinstance(one, LoadedBatch) and one.event is not None}
         moved = self.transfer.take_back([(one.data, one.event) for one in waiting.values()]) if waiting else []
@@ -381,9 +371,7 @@ class LeaseLoader:
                 self._news.acquire()
 
     def _put(self, wanted: BatchRequest, data: Any) -> None:
-        """Moves a fetched batch to the device, once there is room for it, and makes it ready; or an error in its
-        place.
-        """
+        """Makes a fetched batch ready, on the device once there is room for it; or an error in its place."""
         if isinstance(data, FetchError):
             self._ready.append(data.to_error())
         elif self._group_size > 1 and _lacks_parts(data, wanted):

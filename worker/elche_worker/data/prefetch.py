@@ -50,9 +50,7 @@ class DeviceMemory:
 
 
 def spare_bytes(memory: DeviceMemory, *, activation_bytes: int, waiting_bytes: int) -> int:
-    """Bytes of the device's memory that training leaves at its peak, including `waiting_bytes` of prefetched
-    batches.
-    """
+    """Bytes of the device's memory that training leaves at its peak; prefetched batches count as free."""
     spare = memory.free + memory.reserved - memory.allocated - (1 - USABLE_FRACTION) * memory.total
     return int(spare) + waiting_bytes - activation_bytes
 
@@ -102,9 +100,7 @@ class Resident(TensorDataset):
 
 
 class DeviceTransfer:
-    """Moves fetched batches to the device. This one is for the CPU, and for devices to which batches are copied when
-    they are trained.
-    """
+    """Moves fetched batches to the device. This one is for devices to which they are copied when trained."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -32,9 +32,7 @@ class ReservedLeases:
         return not self._leases
 
     def add(self, lease: LeasedPart, *, is_reserve: bool) -> None:
-        """Appends a lease; unless it `is_reserve`, it and all before it may be begun. Ignores one that was added
-        before.
-        """
+        """Appends a new lease; unless it `is_reserve`, it and all before it may be begun."""
         if lease.id <= self._last_lease:
             return
         self._last_lease = lease.id

@@ -145,9 +145,7 @@ def _read(
 
 
 def figures_or_none(sample: Any) -> list[list[float]] | None:
-    """The figures of a sample; None if a value cannot be decoded, such as a truncated image, or cannot become an
-    array.
-    """
+    """The figures of a sample; None if a value cannot be decoded, as a truncated image, or be an array."""
     try:
         return figures_of(sample)
     except Exception:

@@ -29,8 +29,7 @@ from elche_worker.user.device import Device
 TRIAL_LIMIT_S = 60.0
 """Seconds after which a device that has not answered its trial is considered hanging."""
 TRIAL = "from elche_worker.device.discovery import try_and_print; try_and_print()"
-"""The program that tries one device: its arguments are the device's name and our process id; it prints a line of
-JSON."""
+"""The program that tries a device: arguments are its name and our process id; it prints a line of JSON."""
 
 
 class Unusable(InvalidJob):
@@ -108,9 +107,7 @@ def _usable(names: Sequence[str], tried: Mapping[str, Device | Unusable]) -> lis
 def try_devices(
     names: Sequence[str], *, trial: str = TRIAL, limit_s: float = TRIAL_LIMIT_S
 ) -> dict[str, Device | Unusable]:
-    """Tries all devices at once, each in its own subprocess, so that one that crashes or hangs does not affect the
-    others.
-    """
+    """Tries all devices at once, each in its own process: one that crashes or hangs affects no other."""
     different = list(dict.fromkeys(names))
     with ThreadPoolExecutor(max(1, len(different))) as threads:
         return dict(zip(different, threads.map(lambda name: _try(name, trial, limit_s), different), strict=True))
@@ -131,7 +128,7 @@ def _try(name: str, trial: str, limit_s: float) -> Device | Unusable:
         out, err = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         process.kill()  # and not waited for: in a hanging driver it may survive SIGKILL
-        return _hanging(name, limit_s)
+        return hanging(name, limit_s)
     return _read(name, out, err, process.returncode)
 
 
@@ -141,9 +138,16 @@ def _read(name: str, out: str, err: str, code: int) -> Device | Unusable:
     with suppress(ValueError, TypeError, KeyError, IndexError):
         found = json.loads(lines[-1])
         return Unusable(found["label"], found["problem"]) if "problem" in found else Device(**found)
-    ended = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-    last = (err.strip().splitlines() or [""])[-1]
-    return Unusable(name, f"the process that tried it ended with {ended}" + (f": {last}" if last else ""))
+    return Unusable(name, f"the process that tried it {ended(code, err)}")
+
+
+def ended(code: int | None, output: str) -> str:
+    """A process's end in words, with the last line of its output; `code` is None if it has not ended."""
+    how = "does not end"
+    if code is not None:
+        how = f"ended with {f'exit code {code}' if code >= 0 else signal.Signals(-code).name}"
+    last = (output.strip().splitlines() or [""])[-1]
+    return how + (f": {last}" if last else "")
 
 
 def try_and_print() -> None:
@@ -204,13 +208,14 @@ def _try_in_time(name: str, limit_s: float) -> Device:
     trial = threading.Thread(target=run, name=f"trial of {name}", daemon=True)
     trial.start()
     trial.join(limit_s)
-    found = outcome[0] if outcome else _hanging(name, limit_s)
+    found = outcome[0] if outcome else hanging(name, limit_s)
     if isinstance(found, Unusable):
         raise found
     return found
 
 
-def _hanging(name: str, limit_s: float) -> Unusable:
+def hanging(name: str, limit_s: float) -> Unusable:
+    """A device that has not answered its trial in time."""
     return Unusable(name, f"it does not answer within {limit_s:g} s", hangs=True)
 
 
@@ -219,9 +224,7 @@ def _warn_of_unusable(found: Unusable) -> None:
 
 
 def summary(devices: Sequence[Device]) -> str:
-    """A text such as "2 devices (heterogeneous): RTX 4090 (24 GiB), GTX 1060 (6 GiB)"; equal ones are
-    counted. Row T6.
-    """
+    """A text such as "2 devices (heterogeneous): RTX 4090 (24 GiB), GTX 1060 (6 GiB)". Row T6."""
     counts = Counter((one.model.removeprefix("NVIDIA ") or one.device, one.memory_bytes) for one in devices)
     named = []
     for (name, memory_bytes), count in counts.items():

@@ -136,9 +136,7 @@ def rng_digests() -> dict[str, str]:
 
 
 def seed_apart(number: int, only: Collection[str]) -> None:
-    """Reseeds the generators named in `only`: torch's from its seed plus `number`, the others from their next random
-    number plus `number`.
-    """
+    """Reseeds these generators by `number` more: torch's than its seed, the others than their next number."""
     if "torch" in only:
         torch.manual_seed(torch.initial_seed() + number)
     if "python" in only:

@@ -9,9 +9,7 @@ from torch import nn
 
 
 class DeviceStreams:
-    """The queues of a rank's device. This one is for the CPU, on which every operation has finished when its call
-    returns.
-    """
+    """The queues of a rank's device. This one is for the CPU, where a call returns when all is done."""
 
     def compute(self) -> AbstractContextManager[Any]:
         """Context of the computing stream."""

@@ -20,9 +20,7 @@ def bounds_of(size: int, num_parts: int) -> list[tuple[int, int]]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The same structure, of the same types, with its tensors on the device. Objects with a method `to` are moved by
-    it; other objects without tensors are returned unchanged.
-    """
+    """The same structure with its tensors on the device. Objects with a method `to` are moved by that."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

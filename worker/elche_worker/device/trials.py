@@ -47,7 +47,7 @@ class Trials:
         try:
             found = json.loads(outcome)
         except ValueError:
-            raise InvalidJob(f"torch cannot list the devices ({_ended(code, output)})") from None
+            raise InvalidJob(f"torch cannot list the devices ({discovery.ended(code, output)})") from None
         return found["names"], {
             name: Unusable(**one) if "problem" in one else Device(**one) for name, one in found["tried"].items()
         }
@@ -64,7 +64,7 @@ def _try_all(wanted: str, limit_s: float, outcome: IO[str]) -> None:
     listing = _Forked(lambda names: names.write(json.dumps(discovery.names_of(wanted))))
     text, output, code = listing.end(time.monotonic() + limit_s)
     if not text:
-        sys.exit(f"the process that looked for them {_ended(code, output)}")
+        sys.exit(f"the process that looked for them {discovery.ended(code, output)}")
     names: list[str] = json.loads(text)
     running = {name: _Forked(partial(_try_one, name)) for name in names}
     deadline_s = time.monotonic() + limit_s
@@ -86,21 +86,12 @@ def _outcome(name: str, running: "_Forked", deadline_s: float, limit_s: float) -
         found: dict[str, object] = json.loads(text)
         return found
     if code is None:
-        return _described(Unusable(name, f"it does not answer within {limit_s:g} s", hangs=True))
-    return _described(Unusable(name, f"the process that tried it {_ended(code, output)}"))
+        return _described(discovery.hanging(name, limit_s))
+    return _described(Unusable(name, f"the process that tried it {discovery.ended(code, output)}"))
 
 
 def _described(error: Unusable) -> dict[str, object]:
     return {"label": error.label, "problem": error.problem, "hangs": error.hangs}
-
-
-def _ended(code: int | None, output: str) -> str:
-    last = (output.strip().splitlines() or [""])[-1]
-    if code is None:
-        how = "does not end"
-    else:
-        how = f"ended with {f'exit code {code}' if code >= 0 else signal.Signals(-code).name}"
-    return how + (f": {last}" if last else "")
 
 
 def _of_drivers(environment: Mapping[str, str]) -> dict[str, str]:

@@ -118,9 +118,7 @@ class ElcheCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **named: Any,
     ) -> None:
-        """Reports the loss and other values logged while training. Hugging Face's `grad_norm` is that of this rank's
-        own gradients: it becomes that of their average.
-        """
+        """Reports what is logged while training. `grad_norm` becomes that of the averaged gradients."""
         if self._norm is not None and logs and "grad_norm" in logs:
             for logged in (logs, state.log_history[-1]):
                 logged["grad_norm"] = self._norm.item()
@@ -174,9 +172,7 @@ class ElcheCallback(TrainerCallback):
         self._be_quiet(control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Only rank 0 logs and saves. With a coordinator, an epoch with fewer steps than `logging_steps` is
-        logged too.
-        """
+        """Only rank 0 logs and saves. With a coordinator, each epoch is logged at least once."""
         if self._reporting is not None and self._reporting.is_attached and not self._has_loss:
             control.should_log = True
         self._be_quiet(control)

@@ -68,9 +68,7 @@ MODEL_PIECE = "model "
 STOPPED = ".stopped."
 """Prefix of drafts that stopped ranks have left."""
 SPARED_S = 60.0
-"""Seconds for which such drafts survive when a new checkpoint replaces others, since they may still become
-checkpoints.
-"""
+"""Seconds for which such drafts survive new checkpoints, since they may still become checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,9 +315,7 @@ class Loaded:
                 )
 
     def restore_model(self, model: nn.Module) -> None:
-        """Copies the weights into the model, which may be sharded. Raises `InvalidJob` if the checkpoint leaves frozen
-        parameters out and the model's are different.
-        """
+        """Copies the weights into the model. Raises `InvalidJob` if it has other frozen parameters than left out."""
         targets = persistent_tensors(model)
         weights = completed(model, self.weights, self.frozen, f"the checkpoint {self.path}")
         placed_there = {name: placed(one, targets.get(name)) for name, one in weights.items()}
@@ -457,7 +453,7 @@ def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def extra_of(model: nn.Module) -> dict[str, Any]:
-    """What `get_extra_state` of the model's modules returns, by name, where it is no tensor."""
+    """Results of `get_extra_state` of the model's modules, by name, that are no tensors."""
     return {name: one for name, one in model.state_dict().items() if not isinstance(one, torch.Tensor)}
 
 

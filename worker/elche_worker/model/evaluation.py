@@ -147,9 +147,7 @@ def rehearse(
 
 
 def rehearse_modes(model: nn.Module, file_name: str) -> None:
-    """Goes into eval mode and back, as each call of `evaluate` does, so that a model that cannot is found before
-    training.
-    """
+    """Goes into eval mode and back: a model that cannot is found before training."""
     try:
         with evaluating(model):
             pass

@@ -122,9 +122,7 @@ class Layout:
         self.hash = _hash(self.entries)
         self._names = dict(model.named_parameters()).keys()
         self._known = {id(one): one for one in _parameters(model)}
-        """The parameters when training began, by id. They are kept, so that no later one gets the id of one that has
-        gone.
-        """
+        """The parameters when training began, by id; kept, so that no later one gets the id of one that has gone."""
         self.flat_buffers: dict[Kind, torch.Tensor] = {}
         """By kind: the values to average, and then the result until the next round. Empty until `place`."""
         self._device: torch.device | None = None
@@ -198,9 +196,7 @@ class Layout:
                 raise InvalidJob(f"the model's {entry.name} was frozen and is to be trained now: {FIXED}")
 
     def place(self, device: torch.device, *, is_pinned: bool = True) -> None:
-        """Allocates the flat buffers on a device, in host memory pinned if `is_pinned`. Does nothing if they are there
-        already.
-        """
+        """Allocates the flat buffers on a device, on the host pinned if `is_pinned`, unless they are there."""
         is_pinned = is_pinned and device == CPU and any(entry.tensor.is_cuda for entry in self.entries)
         if (self._device, self._is_pinned) == (device, is_pinned):
             return
@@ -234,9 +230,7 @@ class Layout:
         return [entry for entry in self.of_kind(kind) if entry.is_trained]
 
     def weights(self, kind: Kind, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Views, by name, of the model's own tensors of a kind in a flat one; without optimizers' moments, which come
-        last.
-        """
+        """Views, by name, of the model's own tensors of a kind in a flat one; optimizers' moments come last."""
         entries = [entry for entry in self.of_kind(kind) if not entry.moment]
         views = _views(flat[: sum(entry.size for entry in entries)], entries)
         return {entry.name: view for entry, view in zip(entries, views, strict=True)}
@@ -414,9 +408,7 @@ class Layout:
 
     @torch.no_grad()
     def buffer_bytes(self, copies: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """The bytes of the broadcast tensors that training changes, in order, on the device of the flat buffers; for
-        those in `copies`, its copies.
-        """
+        """The bytes of the broadcast tensors that training changes, or their `copies`, where the flat buffers are."""
         kept = copies or {}
         return self._joined(kept[one.name] if one.name in kept else raw_bytes(one.tensor) for one in self._buffers)
 

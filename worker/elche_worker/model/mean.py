@@ -37,10 +37,8 @@ def decay_of(ema: float | None, batch_size: int) -> Decay | None:
     return None if ema is None else Decay(ema, batch_size)
 
 
-def what_resumes(ema: float | None, *, has_mean: bool) -> str:
-    """A warning if a job with an average resumes from a checkpoint without one, or the other way round; "" if they
-    fit.
-    """
+def ema_notice(ema: float | None, *, has_mean: bool) -> str:
+    """A warning if a job with an average resumes from a checkpoint without one, or the reverse; else ""."""
     if has_mean and ema is None:
         return "the checkpoint has a moving average of the weights (ema), which the job does not use"
     if ema is not None and not has_mean:
@@ -63,9 +61,7 @@ def mean_in_model(layout: Layout, mean: Mapping[str, torch.Tensor]) -> Iterator[
 
 
 class MeanOfModel:
-    """The average of a model that one process trains without rounds: it moves after every batch. Does nothing without a
-    decay.
-    """
+    """The average of a model trained without rounds: it moves after every batch. Without a decay there is none."""
 
     def __init__(self, layout: Layout, decay: Decay | None) -> None:
         self._decay = decay

@@ -36,9 +36,7 @@ class OwnState:
             raise refused(error, self._file_name) from None
 
     def storable(self) -> dict[str, Any]:
-        """The state as it would be read from a checkpoint. Raises `InvalidJob`, naming the object, if it cannot be
-        stored.
-        """
+        """The state as read from a checkpoint. Raises `InvalidJob`, naming the object that cannot be stored."""
         return {name: self._storable(name, one) for name, one in self.state().items()}
 
     def _storable(self, name: str, state: Any) -> Any:

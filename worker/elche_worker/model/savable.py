@@ -114,9 +114,7 @@ def check_savable(model: nn.Module, without: Iterable[str] = ()) -> None:
 
 
 def check_state(optimizers: Sequence[Optimizer]) -> None:
-    """Raises `InvalidJob`, naming it, for an optimizer without a `state_dict`, and for a value in the state that a
-    checkpoint cannot hold.
-    """
+    """Raises `InvalidJob` for an optimizer without a `state_dict`, or with a value that no checkpoint can hold."""
     tensors: dict[str, torch.Tensor] = {}
     state: list[Any] = []
     for one in optimizers:

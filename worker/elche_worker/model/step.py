@@ -40,15 +40,12 @@ class ShardedModel(Protocol):
 
     def parameters(self) -> list[nn.Parameter]:
         """This process's shards, for the optimizer."""
-        ...
 
     def sync_gradients(self) -> None:
         """Waits for the reduction of gradients that backward has begun."""
-        ...
 
     def reshard(self) -> None:
         """Frees the parameters that forward has gathered."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,9 +309,7 @@ class TrainStep:
         return total, scalars
 
     def _parts_of(self, data: Any, size: int, num_parts: int) -> list[tuple[Any, int]]:
-        """Splits the batch into parts. Raises `InvalidJob` for a batch of the job's own `collate_fn`, since it is
-        unknown which of its values belong to which sample.
-        """
+        """Splits the batch into parts. Raises `InvalidJob` for one of a `collate_fn`, which only that can split."""
         is_own = self._job.collate_fn is not None
         if num_parts == 1 or (is_own and self.num_parts == self._job.accumulate):
             return data if isinstance(data, InParts) else [(data, size)]
@@ -374,9 +369,7 @@ class TrainStep:
         return f"of {self._device}'s memory {kind_of(self._device).memory(self._device)}"
 
     def _forget_batch(self) -> None:
-        """Drops all state of a batch for which memory ran out, and frees the allocator's cache for libraries and other
-        streams.
-        """
+        """Drops the state of a batch for which memory ran out, and frees the allocator's cache for others."""
         take_scalars()
         self._clear_gradients()
         kind_of(self._device).empty_cache()
@@ -420,16 +413,12 @@ def possible_precision(wanted: str, device: torch.device) -> str:
 
 
 def split(data: Any, size: int, num_parts: int) -> list[tuple[Any, int]]:
-    """Splits a batch of `default_collate` of `size` samples into nearly equal parts. Its tensors and lists of texts
-    have one entry per sample.
-    """
+    """Splits a batch of `default_collate` into nearly equal parts, by tensors and lists of `size` entries."""
     return [(_cut(data, size, start, end), end - start) for start, end in bounds_of(size, num_parts)]
 
 
 def _cut(data: Any, size: int, start: int, end: int) -> Any:
-    """The samples from `start` to `end`: cuts tensors and lists of texts with one entry per sample, keeps other
-    values.
-    """
+    """The samples from `start` to `end`, of tensors and lists of texts with `size` entries; the rest as it is."""
     if isinstance(data, torch.Tensor):
         return data[start:end] if data.dim() and data.shape[0] == size else data
     if isinstance(data, Mapping):
@@ -461,7 +450,7 @@ def _loss_of(returned: Any, file_name: str, *, needs_grad: bool = True) -> tuple
 
 
 def named(returned: Mapping[Any, Any], function: str, file_name: str) -> dict[str, Any]:
-    """What a function returned, with names as texts. Raises `InvalidJob` for too many or too long names."""
+    """A function's result with names as texts. Raises `InvalidJob` for too many or too long names."""
     if len(returned) > MAX_METRICS:
         raise InvalidJob(
             f"{file_name}: {function}() returned {len(returned)} metrics; at most {MAX_METRICS} are possible"

@@ -7,18 +7,17 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from elche_worker.device.rng import capture_rng_state, restore_rng_state
+from elche_worker.device.rng import kept_random
 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Context after which the model's buffers and all random generators are as before, and its gradients None."""
     buffers = copy.deepcopy(dict(model.named_buffers()))
-    state = capture_rng_state()
     try:
-        yield
+        with kept_random():
+            yield
     finally:
-        restore_rng_state(state)
         for parameter in model.parameters():
             parameter.grad = None
         with torch.no_grad():

@@ -25,9 +25,7 @@ OF_STEP = frozenset(
 
 
 def put_off() -> bool:
-    """Keeps optimizers from importing the compiler. Returns False, and changes nothing, if it is imported already, or
-    PyTorch's optimizers are of an unknown version.
-    """
+    """Keeps optimizers from importing the compiler. False if it is imported, or they are of another version."""
     steps = [step for step in map(_step_of, _optimizers(torch.optim.Optimizer)) if step is not None]
     decorated: list[Any] = [getattr(torch.optim.Optimizer, name, None) for name in DECORATED]
     inner = [function.__wrapped__ for function in decorated if _is_decorated(function)]
@@ -66,9 +64,7 @@ def _optimizers(kind: type) -> Iterator[type]:
 
 
 def _step_of(kind: type) -> FunctionType | None:
-    """The `step` that PyTorch has wrapped in an optimizer's class; None if the class inherits it, or has wrapped it in
-    another way.
-    """
+    """The `step` that PyTorch has wrapped in an optimizer's class; None if inherited, or wrapped otherwise."""
     step = kind.__dict__.get("step")
     if not isinstance(step, FunctionType) or step.__code__.co_freevars != ("func",):
         return None

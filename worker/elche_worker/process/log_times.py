@@ -4,6 +4,7 @@ The log itself is as the rank has written it. When it is read, each line gets th
 """
 
 import os
+import re
 import time
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -73,7 +74,7 @@ class TimesReader:
         return b"".join(self._lines(offset, data))
 
     def _lines(self, offset: int, data: bytes) -> Iterator[bytes]:
-        for line in _split(data):
+        for line in re.findall(rb"[^\n]*\n|[^\n]+", data):  # a carriage return stays within a line
             if self._begins_line:
                 yield self._stamp(offset) + b" "
             yield line
@@ -97,9 +98,3 @@ class TimesReader:
                 self._sizes.append(max(size, self._sizes[-1] if self._sizes else 0))
                 self._times.append(min(max(0, at_s), MAX_TIME_S))
             self._num_read += len(whole) + (1 if whole else 0)
-
-
-def _split(data: bytes) -> list[bytes]:
-    """Splits at newlines only: a carriage return stays within a line."""
-    lines = data.split(b"\n")
-    return [*(line + b"\n" for line in lines[:-1]), *([lines[-1]] if lines[-1] else [])]

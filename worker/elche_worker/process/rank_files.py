@@ -8,6 +8,7 @@ import errno
 import os
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -72,16 +73,10 @@ class RankFiles:
         for name in folder.relative_to(root).parts:
             try:
                 if makes:
-                    _make(name, entered)
+                    with suppress(FileExistsError):
+                        os.mkdir(name, 0o700, dir_fd=entered)
                 inner = os.open(name, flags | os.O_NOFOLLOW, dir_fd=entered)
             finally:
                 os.close(entered)
             entered = inner
         return entered
-
-
-def _make(name: str, parent: int) -> None:
-    try:
-        os.mkdir(name, 0o700, dir_fd=parent)
-    except FileExistsError:
-        pass

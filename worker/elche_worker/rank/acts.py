@@ -32,9 +32,7 @@ class JoinGeneration:
 
 @dataclass(frozen=True, slots=True)
 class FinishBuild:
-    """Wait until this process is connected in a generation, or has failed to connect, and exchange the outcome in the
-    group.
-    """
+    """Wait until this process is connected in a generation, or not, and exchange the outcome in the group."""
 
     generation: int
 

@@ -22,9 +22,7 @@ OUTCOMES = {"succeeded": 1, "ended early": 2, "failed": 3, "cancelled": 4}
 
 
 def start_of(launch: Launch, extent: Extent, *, resumed: str, version: int, samples: int) -> dict[str, Any]:
-    """The head of the file: the process, the training, and in `resumed` the checkpoint that it resumes from ("":
-    none).
-    """
+    """The head of the file: the process, the training, and the checkpoint that it resumes from; or ""."""
     return {
         "job": launch.job_id,
         "rank": launch.rank,
@@ -57,9 +55,7 @@ def source_digest(source: str) -> str:
 
 
 def keep_source(folder: Path, source: str) -> None:
-    """Keeps a copy of the job's file beside the audit files, once for all ranks: replays need it. Without the copy
-    they say so.
-    """
+    """Keeps a copy of the job's file for replays beside the audit files, once for all ranks."""
     path = folder / f"job-{source_digest(source)}.py"
     draft = folder / f".{path.name}.{os.getpid()}"
     with suppress(OSError):

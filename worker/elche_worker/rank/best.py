@@ -28,9 +28,7 @@ def keep_best(model_path: Path, checkpoint: str, *, restores: bool) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Hard-links the file, or copies it where the file system has no links. Atomic: `target` appears complete or not at
-    all.
-    """
+    """Hard-links the file, or copies it where there are no links. `target` is complete or not there."""
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         draft.hardlink_to(source)

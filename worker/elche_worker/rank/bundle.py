@@ -52,9 +52,7 @@ def enter_folder(launch: Launch, channel: grpc.Channel) -> None:
 
 
 def _fetch(launch: Launch, channel: grpc.Channel, folder: Path) -> None:
-    """Downloads the bundle, checks its checksum, and unpacks it into the folder, which appears complete or not at
-    all.
-    """
+    """Downloads and checks the bundle, and unpacks it into the folder, which is complete or not there."""
     archive, draft = folder.with_name(f".{folder.name}.tar.gz"), folder.with_name(f".{folder.name}.draft")
     with archive.open("w+b") as file:
         _download(launch, channel, file)

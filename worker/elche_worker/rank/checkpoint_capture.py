@@ -55,9 +55,7 @@ class CheckpointCapture:
         """The tensors that are saved: those that a new model has, and not buffers that only a forward pass creates."""
         self._names -= left_out.names
         self._spare: list[CheckpointData] = []
-        """At most one checkpoint that was written, whose memory is reused: allocating it again costs more than
-        copying.
-        """
+        """At most one checkpoint that was written: its memory is used again, since allocating costs more."""
 
     def capture_at_entry(self) -> dict[str, Any]:
         """Copies what later batches change, when a round is entered. The result itself stays in the flat buffers."""

@@ -60,9 +60,7 @@ class CheckpointWriter:
         self._thread.submit(self._write_data, version, order, data, capture)
 
     def write_draft(self, data: CheckpointData, capture: CheckpointCapture) -> Path:
-        """Writes a draft once earlier checkpoints are written, and waits for it; returns its folder. Raises the
-        storage's errors.
-        """
+        """Writes a draft after earlier checkpoints; returns its folder. Raises the storage's errors."""
 
         def write() -> Path:
             capture.finish_copy()

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from elche_worker.collectives.operations import CollectiveFailed
 from elche_worker.collectives.reduction import AverageResult
-from elche_worker.collectives.store import CoordinatorStore
+from elche_worker.collectives.store import NOT_IN_TIME, CoordinatorStore
 from elche_worker.collectives.world import World
 from elche_worker.data.lease_loader import LoadedBatch
 from elche_worker.model.layout import Layout
@@ -91,9 +91,9 @@ class DistributedGroup(ReplicaGroup):
 
     def abandon(self, generation: int) -> None:
         self._num_abandoned += 1
-        given = self._store, _abandoned(self._launch, self._num_abandoned), str(generation).encode()
+        given = self._store.set, _abandoned(self._launch, self._num_abandoned), str(generation).encode()
         # On a thread: the session's, on which this is called, must not wait for an answer of the coordinator.
-        threading.Thread(target=_set, args=given, name="abandon", daemon=True).start()
+        threading.Thread(target=_repeated, args=given, name="abandon", daemon=True).start()
 
     def receive(self) -> Act:
         """Waits for the leader's next act and returns it. Raises `CollectiveFailed` when the leader has ended."""
@@ -129,9 +129,7 @@ class DistributedGroup(ReplicaGroup):
 
     @torch.no_grad()
     def share_buffers(self, layout: Layout) -> None:
-        """Averages the buffers, since each process has seen different samples. Those that cannot be averaged are copied
-        from the leader.
-        """
+        """Averages the buffers, as each process saw other samples; copies the leader's where that is impossible."""
         buffers = [entry for entry in layout.entries if not entry.is_trained]
         averaged = [entry.tensor for entry in buffers if entry.kind != "broadcast"]
         if averaged:
@@ -186,7 +184,7 @@ def await_failure(launch: Launch, channel: grpc.Channel, take: Callable[[bytes],
     """Calls `take`, on a thread of its own, with the first failure that a process of the group reports."""
 
     def listen() -> None:
-        if (failure := _await_key(CoordinatorStore(channel, launch.secret), _failed(launch))) is not None:
+        if (failure := _repeated(CoordinatorStore(channel, launch.secret).get, _failed(launch))) is not None:
             take(failure)
 
     threading.Thread(target=listen, name="members", daemon=True).start()
@@ -198,49 +196,27 @@ def await_abandoned(launch: Launch, channel: grpc.Channel, take: Callable[[int],
     def listen() -> None:
         store = CoordinatorStore(channel, launch.secret)
         for number in count(1):
-            if (generation := _await_key(store, _abandoned(launch, number))) is None:
+            if (generation := _repeated(store.get, _abandoned(launch, number))) is None:
                 return
             take(int(generation))
 
     threading.Thread(target=listen, name="abandoned", daemon=True).start()
 
 
-def _await_key(store: CoordinatorStore, key: str) -> bytes | None:
-    """Waits until the key is set and returns its value; None if the job has ended."""
+def _repeated(call: Callable[..., T], *arguments: Any) -> T | None:
+    """Repeats a call of the store while the coordinator is away, or no key is set; None if the job has ended."""
     while True:
         try:
-            return bytes(store.get(key))
+            return call(*arguments)
         except RuntimeError as error:
-            if _is_away(error):
-                time.sleep(AWAY_S)
-            elif _code(error) is not KEY_TIMEOUT:
-                return None
-
-
-def _is_away(error: RuntimeError) -> bool:
-    """True if a call of the store has failed because the coordinator is away."""
-    return _code(error) is grpc.StatusCode.UNAVAILABLE
-
-
-def _code(error: RuntimeError) -> grpc.StatusCode | None:
-    return error.__cause__.code() if isinstance(error.__cause__, grpc.Call) else None
-
-
-def _set(store: CoordinatorStore, key: str, value: bytes) -> None:
-    """Sets a key, and waits while the coordinator is away. Does nothing if the job has ended."""
-    while True:
-        try:
-            return store.set(key, value)
-        except RuntimeError as error:
-            if not _is_away(error):
+            code = error.__cause__.code() if isinstance(error.__cause__, grpc.Call) else None
+            if code not in (grpc.StatusCode.UNAVAILABLE, NOT_IN_TIME):
                 return None
             time.sleep(AWAY_S)
 
 
 AWAY_S = 0.5
-"""Seconds between two calls while the coordinator is away."""
-KEY_TIMEOUT = grpc.StatusCode.FAILED_PRECONDITION
-"""The store's status code when a key is not set within the timeout."""
+"""Seconds between two such calls."""
 
 
 def _failed(launch: Launch) -> str:

@@ -20,9 +20,7 @@ class JoinState:
         self._may_join = True
 
     def give(self) -> bytes:
-        """Packs the state for ranks that join. The job's own state, which may be large, is packed only where ranks may
-        join.
-        """
+        """Packs the state for ranks that join; the job's own, which may be large, only where ranks may join."""
         own = self._own_state.storable() if self._may_join else {}
         switches = self._switches.to_json() if self._may_join else None
         return packed({"rates": self._rates.to_json(), "switches": switches, "own": own})

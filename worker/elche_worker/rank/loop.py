@@ -20,17 +20,7 @@ from elche_worker.data.lease_loader import LeasedPart
 from elche_worker.data.reserve import ReservedLeases
 from elche_worker.device.streams import DeviceStreams
 from elche_worker.model.evaluation import Evaluated, make_metrics
-from elche_worker.rank.acts import (
-    ApplyResult,
-    EndRound,
-    EnterRound,
-    FinishBuild,
-    JoinGeneration,
-    ResolveCheckpoint,
-    TakeLease,
-    TrainBatch,
-    UseResult,
-)
+from elche_worker.rank import acts
 from elche_worker.rank.best import keep_best
 from elche_worker.rank.evaluation_messages import evaluated_message, tensors_of
 from elche_worker.rank.generations import GroupBuild
@@ -51,9 +41,7 @@ LOGGERS_GRACE_S = 2.0
 """Seconds for which a rank that leaves waits for the job's loggers to finish."""
 
 LAST_ROUND_S = 8.0
-"""Seconds for which a rank that stops without a coordinator waits for its last round, so that time is left to write a
-draft.
-"""
+"""Seconds for the last round of a rank that stops without a coordinator: it then has a draft to write."""
 
 MAX_REASON_CHARS = 1000
 """Most characters of a reason, for people, that a message has."""
@@ -117,9 +105,7 @@ class RankLoop:
         self._stalled_ms = 0.0
         """Time in ms for which the present round has kept the rank from training."""
         self._chores: list[rank_pb2.RoundOutcome] = []
-        """Committed rounds whose result is to be evaluated or saved. Done before the next round is entered, which
-        overwrites the result.
-        """
+        """Committed rounds whose result is to be used before the next round, which overwrites it."""
         self._headers = Headers()
         self._report_times = ReportTimes()
         self._loggers = Loggers(job.loggers, launch.job_id)
@@ -240,13 +226,11 @@ class RankLoop:
 
     def _begin_lease(self, lease: LeasedPart) -> None:
         """Begins a lease, or a part of one, that may be trained now."""
-        self._group.send(TakeLease(lease))
+        self._group.send(acts.TakeLease(lease))
         self._replica.take_lease(lease)
 
     def _give_reserve_back(self) -> None:
-        """Answers `Recall`. Grants are dropped first: once `Recalled` is sent, the coordinator relies on it that no
-        granted round is entered.
-        """
+        """Answers `Recall`. Grants are dropped first: the coordinator relies on it that none is used after that."""
         self._rounds.give_grants_back()
         recalled = rank_pb2.Recalled(num_samples=self._reserve.give_back())
         self._session.send(rank_pb2.ConverseRequest(recalled=recalled))
@@ -320,7 +304,7 @@ class RankLoop:
         calls_back = outcome.HasField("checkpoint") and self._job.checkpoint_fn is not None
         # With `checkpoint_fn` it is written once that was called, in `use_result`.
         if not calls_back:
-            act = ResolveCheckpoint(outcome.round, outcome.version, outcome.HasField("checkpoint"))
+            act = acts.ResolveCheckpoint(outcome.round, outcome.version, outcome.HasField("checkpoint"))
             self._group.send(act)
             self._replica.resolve_checkpoint(act, outcome.checkpoint)
         if outcome.HasField("evaluate") or outcome.save_final or calls_back:
@@ -329,14 +313,16 @@ class RankLoop:
     def _join(self, command: rank_pb2.FormGroup) -> None:
         self._headers.learn(command)
         self._report_times.learn(command.world_size)
-        act = JoinGeneration(command.attempt, command.generation, command.position, command.world_size, command.backend)
+        act = acts.JoinGeneration(
+            command.attempt, command.generation, command.position, command.world_size, command.backend
+        )
         self._group.send(act)
         self._replica.join_generation(act)
 
     def _report_built(self, build: GroupBuild) -> None:
         """Reports that a generation's group stands, or why it does not."""
         generation = build.act.generation
-        self._group.send(FinishBuild(generation))
+        self._group.send(acts.FinishBuild(generation))
         problem = self._replica.finish_build(generation)
         if problem:
             self._report_abandoned(generation, problem)
@@ -386,25 +372,18 @@ class RankLoop:
             self._control.wake.wait_for(self._has_something_to_do)
         ended_s = time.perf_counter()
         waited_ms = (ended_s - started_s) * 1000
-        if self._timeline is not None:
-            self._note_rest(started_s, ended_s, starved=starved, throttled=throttled)
+        kind, detail = timeline.IDLE, 0
         if starved:
+            kind = timeline.WAIT_DATA
             self._meter.add_data_wait(waited_ms)
         elif self._averaging.is_running:
+            kind, detail = timeline.WAIT_ROUND, self._replica.entered.round
             self._stalled_ms += waited_ms
         elif throttled:
+            kind, detail = timeline.WAIT_LIMIT, int(min(self._rounds.limit_step, 2**53))
             self._meter.throttled_ms += waited_ms
-
-    def _note_rest(self, started_s: float, ended_s: float, *, starved: bool, throttled: bool) -> None:
-        assert self._timeline is not None
-        if starved:
-            self._timeline.add(timeline.WAIT_DATA, started_s, ended_s)
-        elif self._averaging.is_running:
-            self._timeline.add(timeline.WAIT_ROUND, started_s, ended_s, self._replica.entered.round)
-        elif throttled:
-            self._timeline.add(timeline.WAIT_LIMIT, started_s, ended_s, int(min(self._rounds.limit_step, 2**53)))
-        else:
-            self._timeline.add(timeline.IDLE, started_s, ended_s)
+        if self._timeline is not None:
+            self._timeline.add(kind, started_s, ended_s, detail)
 
     def _note(self, kind: int, started_s: float, detail: int) -> None:
         if self._timeline is not None:
@@ -422,7 +401,7 @@ class RankLoop:
     # Batches
 
     def _train(self) -> None:
-        act = TrainBatch(self.progress.samples, self._replica.rates.factor)
+        act = acts.TrainBatch(self.progress.samples, self._replica.rates.factor)
         self._group.send(act)
         epoch, started_s = self._replica.epoch, time.perf_counter()
         self._replica.train(act)
@@ -474,7 +453,7 @@ class RankLoop:
         started_s = time.perf_counter()
         # a rank that is stopped while the coordinator is away leaves its last result as a draft
         is_away = not self._session.is_connected
-        act = EnterRound(self._replica.row(round_id, generation), may_be_checkpoint, keeps_result=is_away)
+        act = acts.EnterRound(self._replica.row(round_id, generation), may_be_checkpoint, keeps_result=is_away)
         self._group.send(act)
         self._replica.enter_round(act)
         self._stalled_ms = (time.perf_counter() - started_s) * 1000
@@ -491,7 +470,7 @@ class RankLoop:
         self._note(timeline.AVERAGE, self._entered_s, entered.round)
         applied_s = time.perf_counter()
         newer_batches = self.local_step - entered.local_step
-        self._group.send(ApplyResult())
+        self._group.send(acts.ApplyResult())
         try:
             result = self._replica.apply_result()
         except (RoundAborted, CollectiveFailed) as error:
@@ -516,9 +495,7 @@ class RankLoop:
         self._session.send(rank_pb2.ConverseRequest(sync_ack=ack))
 
     def _await_result(self) -> int:
-        """Waits until the round's collective has ended, or aborts it when its generation is abandoned. Returns the
-        generation.
-        """
+        """Waits for the round's collective, or ends it with its generation. Returns the generation."""
         group = self._replica.generations.in_use
         assert group is not None
         generation, control = group.generation, self._control
@@ -536,14 +513,12 @@ class RankLoop:
         if control.leaving is not None:
             raise Leave(control.leaving)
         if not self._averaging.is_done:
-            self._group.send(EndRound())
+            self._group.send(acts.EndRound())
             self._replica.end_collective()
         return generation
 
     def _lose_round(self, generation: int, error: RoundAborted | CollectiveFailed) -> None:
-        """Reports a round without a result; its work goes into the next one. If a collective failed by itself, abandons
-        its generation.
-        """
+        """Reports a round without a result. If its collective failed by itself, abandons the generation."""
         is_asked = generation in self._control.abandoned
         reason = f"generation {generation} was given up" if is_asked else str(error)
         entered = self._replica.entered
@@ -557,12 +532,10 @@ class RankLoop:
     # Chores
 
     def _do_chore(self, outcome: rank_pb2.RoundOutcome) -> None:
-        """Evaluates, saves or passes to callbacks the round's result, which the flat buffers hold until the
-        next round.
-        """
+        """Evaluates, saves or shows the round's result, which the flat buffers hold until the next round."""
         started_s = time.perf_counter()
         part = outcome.evaluate
-        act = UseResult(
+        act = acts.UseResult(
             round=outcome.round,
             version=outcome.version,
             evaluates=outcome.HasField("evaluate"),

@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -42,7 +43,7 @@ from elche_worker.device.transfer import to_device
 from elche_worker.model.batch_size import is_auto, largest_that_fits, nominal_batch_size, rank_batch_size
 from elche_worker.model.checkpoint import Loaded, load, new_like, new_whole
 from elche_worker.model.layout import Layout
-from elche_worker.model.modes import what_is_still
+from elche_worker.model.modes import eval_mode_notice
 from elche_worker.model.own_state import build_own_state
 from elche_worker.model.step import (
     Built,
@@ -57,7 +58,7 @@ from elche_worker.process.ending import end, forget_handlers
 from elche_worker.process.leaving import ALONE_AFTER_S, leave_on_sigterm
 from elche_worker.rank.bundle import enter_folder
 from elche_worker.rank.distributed_group import DistributedGroup, await_abandoned, await_failure, report_failure
-from elche_worker.rank.follower import Wakeup, follow
+from elche_worker.rank.follower import follow
 from elche_worker.rank.loop import Leave, RankLoop, StoppedAlone
 from elche_worker.rank.packages import enter_packages
 from elche_worker.rank.parts import Parts
@@ -68,14 +69,14 @@ from elche_worker.session.control import Control
 from elche_worker.session.launch import Launch
 from elche_worker.session.links import Links
 from elche_worker.session.session import LOST, Session, sendable
-from elche_worker.session.stopped import StoppedRank, in_base64
+from elche_worker.session.stopped import StoppedRank
 from elche_worker.sharding.jobs import sharding_of
 from elche_worker.telemetry.timeline import SpanRecorder
 from elche_worker.user.as_begun import import_as_begun, keep_modules, read_own_modules
 from elche_worker.user.device import Device
 from elche_worker.user.events import send_events_to
 from elche_worker.user.job import JobDefinition
-from elche_worker.user.kept import what_is_kept_aside, what_is_stepped_aside
+from elche_worker.user.kept import kept_aside_notice, other_optimizers_notice
 from elche_worker.user.loading import (
     UserCodeRaised,
     as_a_script,
@@ -167,7 +168,8 @@ def _train(
     loop: RankLoop | None = None
     # Before the file is loaded, in which another process of the group may fail already.
     if launch.group_size > 1:
-        await_failure(launch, channel, lambda failure: _pass_on(failure, session))
+        failed = rank_pb2.RankFailed.FromString
+        await_failure(launch, channel, lambda raw: session.send(rank_pb2.ConverseRequest(failed=failed(raw))))
     try:
         job = _load(launch, channel)
         streams = new_streams(torch.device(launch.device))
@@ -201,17 +203,17 @@ def _follow(launch: Launch, channel: grpc.Channel, take_back: Callable[[], bool]
         job = _load(launch, channel)
         streams = new_streams(torch.device(launch.device))
         with streams.compute():
-            wakeup = Wakeup()
+            control = Control()
             group = DistributedGroup(launch, channel, cast(Strategy, job.shard))
-            parts, _ = build(launch, job, group, wake=wakeup.notify, timeline=None, streams=streams)
+            parts, _ = build(launch, job, group, wake=control.notify, timeline=None, streams=streams)
             replica = Replica(
-                launch, job, parts, channel=channel, streams=streams, wake=wakeup.notify, send=lambda message: None
+                launch, job, parts, channel=channel, streams=streams, wake=control.notify, send=lambda message: None
             )
             await_abandoned(launch, channel, replica.averaging.abandon)
             replica.rehearse(warms_up=launch.warms_up)
             take_back()
             group.exchange(None)
-            follow(group, replica, wakeup)
+            follow(group, replica, control.wake)
     except CollectiveFailed as error:
         print(error, file=sys.stderr)
         code = LEFT_ALONE
@@ -225,11 +227,6 @@ def _follow(launch: Launch, channel: grpc.Channel, take_back: Callable[[], bool]
             report_failure(launch, channel, failure.SerializeToString())
     time.sleep(VERDICT_S)  # time for the leader to learn what follows; the agent then ends this process too
     os._exit(code)
-
-
-def _pass_on(failure: bytes, session: Session) -> None:
-    """Reports the failure of another process of the group as the rank's."""
-    session.send(rank_pb2.ConverseRequest(failed=rank_pb2.RankFailed.FromString(failure)))
 
 
 def _await_cause(launch: Launch, error: BaseException) -> None:
@@ -290,17 +287,18 @@ def _prepare(
     loop.rehearse(warms_up=launch.warms_up)
     # The others rehearse too: a rank is ready when all of its processes are.
     group.exchange(None)
-    dataset, loaded = parts.dataset, parts.loaded
-    built = parts.built
-    said_of_modes = what_is_still(built.model, came_in_eval_mode=built.came_in_eval_mode)
-    said_of_reads = READ_BETWEEN if parts.looked.is_bound and not job.num_workers else None
-    said_of_stream = UNSTEADY if parts.looked.is_unsteady else None
-    rates_notice = loop.rates_notice(parts.extent)
-    said_of_state = what_is_kept_aside(job), what_is_stepped_aside(job, built.all_optimizers)
-    said_of_merge = why_mean(job, built)
-    for said_of_it in (said_of_merge, said_of_modes, *said_of_state, said_of_reads, said_of_stream, rates_notice):
-        if launch.rank == 0 and said_of_it:
-            notice(said_of_it)
+    dataset, built, loaded = parts.dataset, parts.built, parts.loaded
+    notices = (
+        why_mean(job, built),
+        eval_mode_notice(built.model, came_in_eval_mode=built.came_in_eval_mode),
+        kept_aside_notice(job),
+        other_optimizers_notice(job, built.all_optimizers),
+        READ_BETWEEN if parts.looked.is_bound and not job.num_workers else "",
+        UNSTEADY if parts.looked.is_unsteady else "",
+        loop.rates_notice(parts.extent),
+    )
+    for text in filter(None, notices if launch.rank == 0 else ()):
+        notice(text)
     ready = _ready(
         job,
         parts.extent,
@@ -485,9 +483,7 @@ def _options(job: JobDefinition, merge: str) -> str:
 
 
 def _label(job: JobDefinition, launch: Launch) -> str:
-    """The name of the device, or of the group's devices, for display; with the precision where that is not the wanted
-    one.
-    """
+    """The name of the device, or of the group's, for display; with the precision if it is not as wanted."""
     label = launch.label
     if launch.group_size > 1:
         model = label.removeprefix(launch.device).strip()
@@ -553,9 +549,7 @@ def _end_with_agent() -> None:
 
 
 def _ask_to_leave(control: Control, session: Session) -> None:
-    """Asks the coordinator to let the rank leave, once it answers. If it has been away for `ALONE_AFTER_S`, has the
-    rank stop by itself.
-    """
+    """Asks the coordinator to let the rank leave; it stops alone if none answers for `ALONE_AFTER_S`."""
     has_asked = False
     while session.away_s < ALONE_AFTER_S:
         if session.is_connected and not has_asked:
@@ -576,7 +570,7 @@ def _leave_behind(launch: Launch, session: Session, stopped: StoppedAlone) -> No
         store=session.store,
         num_sent=pending.num_sent,
         num_heard=pending.num_received,
-        messages=in_base64(pending.messages),
+        messages=[b64encode(one.SerializeToString()).decode() for one in pending.messages],
         round=stopped.round,
         draft=stopped.draft,
     )

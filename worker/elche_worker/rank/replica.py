@@ -30,7 +30,7 @@ from elche_worker.model.checkpoint import About, CheckpointTarget, Loaded, weigh
 from elche_worker.model.evaluation import Evaluated, evaluate, evaluate_part, rehearse, rehearse_modes
 from elche_worker.model.frozen import LeftOut
 from elche_worker.model.layout import Layout
-from elche_worker.model.mean import decay_of, mean_in_model, what_resumes
+from elche_worker.model.mean import decay_of, ema_notice, mean_in_model
 from elche_worker.model.modes import Switches, evaluated_weights
 from elche_worker.model.norms import ParameterNorm
 from elche_worker.model.savable import check_savable, check_state
@@ -189,7 +189,7 @@ class Replica:
         self._result = ResultExtent(0, 0, training["samples"])
         is_leader = self.replica_group.is_leader
         self.checkpoints.capture.restore(loaded, self.version, is_leader=is_leader)
-        if text := what_resumes(self._job.ema, has_mean=bool(loaded.mean)):
+        if text := ema_notice(self._job.ema, has_mean=bool(loaded.mean)):
             print(f"elche: {text}", flush=True)
 
     @property
@@ -229,9 +229,7 @@ class Replica:
         self.generations.build(act)
 
     def finish_build(self, generation: int) -> str:
-        """Waits until all processes of the rank are connected, or one has failed. Returns the reason of the failure, or
-        "".
-        """
+        """Waits until all processes of the rank are connected, or one has failed; returns why it has, or ""."""
         problems = self.replica_group.exchange(self.generations.finish(generation))
         problem = next(filter(None, problems), "")
         if problem:
@@ -453,9 +451,7 @@ class Replica:
         return AppliedResult(averaged, digest)
 
     def _show_result(self, *, has_work: bool) -> None:
-        """Captures the result for a checkpoint, and calls the job's `after_round` if any rank's work is in it. The
-        round that distributes the initial model has none.
-        """
+        """Captures the result for a checkpoint, and calls `after_round` if any rank's work is in it."""
         at_entry = self.entered.state
         if self._job.after_round is not None or (at_entry is not None and self._job.optimizer_state != "local"):
             with self._result_in_model():
@@ -535,9 +531,7 @@ class Replica:
 
     @property
     def _round_held(self) -> int:
-        """The round whose result is in the flat buffers or the model, which is the one entered last; 0 if its result is
-        in neither.
-        """
+        """The round entered last, if its result is in the flat buffers or the model; else 0."""
         is_in_model = self.local_step == self._result.local_step
         return self.entered.round if is_in_model or self.layout.has_result else 0
 

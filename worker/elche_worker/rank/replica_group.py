@@ -49,9 +49,7 @@ class ReplicaGroup:
         return [value]
 
     def agree(self, holds: bool) -> bool:
-        """True if `holds` is true in every process. Called on the thread that averages, concurrently with
-        other calls.
-        """
+        """True if `holds` is true in every process. Called on the thread that averages, beside other calls."""
         return holds
 
     def train(self, run: Callable[..., T], data: Any, batch: LoadedBatch) -> T:

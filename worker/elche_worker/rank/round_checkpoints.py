@@ -35,9 +35,7 @@ class RoundCheckpoints:
         return True
 
     def write_draft(self, held: int) -> Path:
-        """Writes the result in the flat buffers, which is that of round `held`, as a draft, and waits for it; returns
-        its folder. Raises the storage's errors.
-        """
+        """Writes the result of round `held` as a draft; returns its folder. Raises the storage's errors."""
         self.capture_late(held, held)
         return self.writer.write_draft(self._captured.pop(held), self.capture)
 

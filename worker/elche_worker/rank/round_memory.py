@@ -15,9 +15,7 @@ class RoundMemory:
     """
 
     def __init__(self, wanted: str, transfer: DeviceTransfer, size_bytes: int) -> None:
-        """`wanted` is the setting `memory`. Rounds need `size_bytes`, which prefetched batches leave free until the
-        choice is made.
-        """
+        """`wanted`: the setting `memory`. Prefetched batches leave `size_bytes` free until the choice is made."""
         self._transfer = transfer
         self._size_bytes = size_bytes
         self._chosen = {"device": ValuesPlace.DEVICE, "host": ValuesPlace.PINNED}.get(wanted)

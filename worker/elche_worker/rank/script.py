@@ -74,9 +74,7 @@ def _prepared(launch: Launch) -> str:
 
 
 def _written(launch: Launch) -> str:
-    """Writes the script; returns its path. Each rank writes the same file through a draft of its own, so that none
-    reads half of it.
-    """
+    """Writes the script through a draft of this rank's own; returns its path. No rank reads half of it."""
     path = Path(launch.output_dir) / f"{FOLDER}{launch.job_id}" / Path(launch.file_name).name
     draft = path.with_name(f".{path.name}.{launch.rank}")
     try:

@@ -24,8 +24,9 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -62,13 +63,9 @@ class Spawner:
     def __init__(self, agent: socket.socket) -> None:
         self._agent = agent
         self._immortal: set[int] = set()
-        """Strays that were killed and have not ended, for example because they hang in a driver: they are not waited
-        for again.
-        """
+        """Strays that were killed and hang, perhaps in a driver: they are not waited for again."""
         self._running: dict[int, int] = {}
-        """The agent's number of each process, by process id. A process stays here until it is reaped: before that its
-        id cannot be reused.
-        """
+        """The agent's number of each process, by process id, which cannot be reused before it is reaped."""
         self._logs: dict[int, str] = {}
         """Log of each process, by process id."""
         self._launches: deque[int] = deque()
@@ -141,9 +138,9 @@ class Spawner:
             self._send(number=number, code=1, error=f"no process can be started: {error}")
             return
         if pid == 0 and answers is not None:
-            self._check(launch, answers, parent)
+            self._run(partial(_check, launch, answers), parent)
         if pid == 0:
-            self._become(launch, request["log_path"], parent, request.get("num_threads", 0))
+            self._run(partial(_become, launch, request["log_path"], request.get("num_threads", 0)), parent)
         for descriptor in filter(None, (launch, answers)):
             os.close(descriptor)
         self._running[pid] = number
@@ -215,49 +212,50 @@ class Spawner:
         os.close(self._wakeup)
         os.close(self._wake)
 
-    def _check(self, asked: int, answers: int, parent: int) -> NoReturn:
-        """Runs `check` in the forked process, which writes its answer to a file descriptor."""
+    def _run(self, run: Callable[[], int], parent: int) -> NoReturn:
+        """Runs a function in the forked process, and ends that with the exit code that it returns."""
+        code = 1
         try:
             self._leave(parent)
-            from elche_worker.rank.check import answer
-
-            with open(asked, encoding="utf-8") as file:
-                given = json.load(file)
-            os.environ |= given["environment"]
-            code = answer(given["words"], answers)
-            sys.stdout.flush()
-            os._exit(code)
+            code = run()
         except SystemExit as error:
-            os._exit(error.code if isinstance(error.code, int) else 1)
+            code = error.code if isinstance(error.code, int) else 1
         except BaseException:
             traceback.print_exc()
-        os._exit(1)
+        os._exit(code)
 
-    def _become(self, launch_file: int, log_path: str, parent: int, num_threads: int) -> NoReturn:
-        """Runs a rank, or one of a rank's processes, in the forked process. `num_threads` is its number of threads for
-        computing; 0: as many as the spawner has.
-        """
-        try:
-            self._leave(parent)
-            log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            os.close(log)
-            times = TimesWriter(log_path)
-            sys.stdout, sys.stderr = open_log(1, times), open_log(2, times)
-            write_when_asked(log_path)
-            with open(launch_file, encoding="utf-8") as file:
-                launch = Launch.from_line(file.read())
-            _take_threads(num_threads)
-            setproctitle(f"elche rank {launch.rank} of {launch.job_id}")
-            from elche_worker.rank.main import main
 
-            main(launch)
-        except SystemExit as error:
-            os._exit(error.code if isinstance(error.code, int) else 1)
-        except BaseException:
-            traceback.print_exc()
-        os._exit(1)
+def _check(asked: int, answers: int) -> int:
+    """Checks a job's file, and writes the answer to a file descriptor; returns the exit code."""
+    from elche_worker.rank.check import answer
+
+    with open(asked, encoding="utf-8") as file:
+        given = json.load(file)
+    os.environ |= given["environment"]
+    code = answer(given["words"], answers)
+    sys.stdout.flush()
+    return code
+
+
+def _become(launch_file: int, log_path: str, num_threads: int) -> int:
+    """Runs a rank, or one of a rank's processes. `num_threads` is its number of threads for computing; 0: as many as
+    the spawner has.
+    """
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    times = TimesWriter(log_path)
+    sys.stdout, sys.stderr = open_log(1, times), open_log(2, times)
+    write_when_asked(log_path)
+    with open(launch_file, encoding="utf-8") as file:
+        launch = Launch.from_line(file.read())
+    _take_threads(num_threads)
+    setproctitle(f"elche rank {launch.rank} of {launch.job_id}")
+    from elche_worker.rank.main import main
+
+    main(launch)
+    return 1  # it ends the process itself
 
 
 def _take_threads(number: int) -> None:
@@ -291,9 +289,7 @@ def open_log(descriptor: int, times: TimesWriter | None) -> io.TextIOWrapper:
 
 
 def shorten_log(path: str, max_bytes: int = MAX_LOG_BYTES, kept_bytes: int = KEPT_LOG_BYTES) -> None:
-    """Truncates a log longer than `max_bytes` to its last `kept_bytes`, and notes that in it. Appending
-    writers go on.
-    """
+    """Truncates a log longer than `max_bytes` to its last `kept_bytes`. Appending writers go on."""
     with suppress(OSError):
         is_too_long = os.stat(path).st_size > max_bytes
         shorten_times(path, is_cut=is_too_long)

@@ -12,41 +12,6 @@ from elche_worker.user.callbacks import Callbacks
 from elche_worker.user.schedule import LearningRates, Progress, rate_of
 
 
-class RateSetters:
-    """Setters of learning rates, for callbacks that every rank calls."""
-
-    def __init__(self, rates: LearningRates, callbacks: Callbacks) -> None:
-        self._rates = rates
-        self._callbacks = callbacks
-
-    @property
-    def lr_factor(self) -> float:
-        return self._rates.factor
-
-    @lr_factor.setter
-    def lr_factor(self, factor: float) -> None:
-        self._checked("lr_factor").set_lr_scale(factor)
-
-    def set_lr(self, lr: float) -> None:
-        self._checked("set_lr").set_lr(lr)
-
-    def scale_lr(self, factor: float) -> None:
-        self._checked("scale_lr").scale_lr(factor)
-
-    def set_lr_scale(self, scale: float) -> None:
-        self._checked("set_lr_scale").set_lr_scale(scale)
-
-    def set_schedule(self, schedule: Callable[[Progress], float] | None) -> None:
-        self._checked("set_schedule").set_schedule(schedule)
-
-    def set_scheduler(self, scheduler: Callable[[Optimizer], LRScheduler] | None) -> None:
-        self._checked("set_scheduler").set_scheduler(scheduler)
-
-    def _checked(self, what: str) -> LearningRates:
-        self._callbacks.check_on_every_rank(what)
-        return self._rates
-
-
 class Viewed(Protocol):
     """The attributes of a rank that a view reads."""
 
@@ -68,13 +33,14 @@ class Viewed(Protocol):
     def own_state(self) -> OwnState: ...
 
 
-class View(RateSetters):
-    """An `elche_worker.user.callbacks.Rank`."""
+class View:
+    """An `elche_worker.user.callbacks.Rank`. Callbacks that every rank calls, and no others, may set learning rates."""
 
     def __init__(self, rank: int, replica: Viewed, rates: LearningRates, callbacks: Callbacks) -> None:
-        super().__init__(rates, callbacks)
         self._rank = rank
         self._replica = replica
+        self._rates = rates
+        self._callbacks = callbacks
 
     @property
     def model(self) -> torch.nn.Module:
@@ -111,3 +77,30 @@ class View(RateSetters):
     @property
     def lr(self) -> float:
         return rate_of(self._replica.optimizers[0].param_groups[0])
+
+    @property
+    def lr_factor(self) -> float:
+        return self._rates.factor
+
+    @lr_factor.setter
+    def lr_factor(self, factor: float) -> None:
+        self._checked("lr_factor").set_lr_scale(factor)
+
+    def set_lr(self, lr: float) -> None:
+        self._checked("set_lr").set_lr(lr)
+
+    def scale_lr(self, factor: float) -> None:
+        self._checked("scale_lr").scale_lr(factor)
+
+    def set_lr_scale(self, scale: float) -> None:
+        self._checked("set_lr_scale").set_lr_scale(scale)
+
+    def set_schedule(self, schedule: Callable[[Progress], float] | None) -> None:
+        self._checked("set_schedule").set_schedule(schedule)
+
+    def set_scheduler(self, scheduler: Callable[[Optimizer], LRScheduler] | None) -> None:
+        self._checked("set_scheduler").set_scheduler(scheduler)
+
+    def _checked(self, what: str) -> LearningRates:
+        self._callbacks.check_on_every_rank(what)
+        return self._rates

@@ -34,17 +34,14 @@ class Exchange:
         return found
 
 
-class Added:
+class Added(Collectives):
     """Sums in order of position, as the coordinator's relay computes them (backend "cpu")."""
 
     def __init__(self, exchange: Exchange, act: JoinGeneration) -> None:
         self.position, self.size = act.position, act.world_size
         self.attempt, self.generation = act.attempt, act.generation
-        self.device, self.sent_bytes = CPU, 0
+        self.device = CPU
         self._exchange = exchange
-
-    def begin(self, round_id: int) -> None:
-        return
 
     def all_gather(self, row: torch.Tensor) -> list[torch.Tensor]:
         return self._exchange.swap(self.position, row.clone())
@@ -64,12 +61,6 @@ class Added:
         found = self._exchange.swap(self.position, tensor.clone())
         if source != self.position:
             tensor.copy_(found[source])
-
-    def finish(self) -> None:
-        return
-
-    def abort(self) -> None:
-        return
 
 
 class ReplayedMeeting:
@@ -99,7 +90,7 @@ class ReplayedMeeting:
         )
 
 
-class Repeated:
+class Repeated(Collectives):
     """A rank's collectives, which fail in the rounds that the rank has lost: where nobody has a result, before or after
     the header; else at the end, when the others have theirs.
     """
@@ -114,11 +105,6 @@ class Repeated:
         self._name, self._inner, self._rounds = name, inner, rounds
         self._round: RecordedAveraging | None = None
         self._num_gathered = 0
-
-    @property
-    def sent_bytes(self) -> int:
-        """Payload bytes sent so far."""
-        return 0 if self._inner is None else self._inner.sent_bytes
 
     def begin(self, round_id: int) -> None:
         self._round, self._num_gathered = self._rounds[self.generation, round_id], 0
@@ -153,9 +139,6 @@ class Repeated:
         if self._name in self._round.lost:
             raise self._lost()
         self._real.finish()
-
-    def abort(self) -> None:
-        return
 
     @property
     def _real(self) -> Collectives:

@@ -110,9 +110,7 @@ class ReplayedRank:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context in which this process is the rank's: its random numbers, arguments, environment and folder, and the
-        job's modules.
-        """
+        """Context with the process's own random numbers, arguments, environment, folder and modules."""
         had = {name: os.environ.get(name) for name in self._environment}
         before = capture_rng_state()
         os.environ.update(self._environment)

@@ -102,9 +102,7 @@ class _Replayer:
         return course.next - began
 
     def _has_all(self, course: _Course) -> bool:
-        """True if the round whose outcome is next was entered by all ranks that entered it in the run; always if no
-        rank had its header.
-        """
+        """True if all ranks that entered the next outcome's round have entered it, or none had its header."""
         one = course.records[course.next]
         known = self.recording.rounds[one.generation, one.round]
         needs_all = known.results or known.has_header

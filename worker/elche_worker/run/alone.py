@@ -29,19 +29,19 @@ from elche_worker.model.batch_size import is_auto, nominal_batch_size, rank_batc
 from elche_worker.model.evaluation import evaluate, evaluate_part, metrics_of, rehearse, rehearse_modes
 from elche_worker.model.layout import Layout
 from elche_worker.model.mean import MeanOfModel, decay_of
-from elche_worker.model.modes import evaluated_weights, what_is_still
-from elche_worker.model.own_state import OwnState, build_own_state
+from elche_worker.model.modes import eval_mode_notice, evaluated_weights
+from elche_worker.model.own_state import build_own_state
 from elche_worker.model.state import TrainedState
 from elche_worker.model.step import Built, TrainStep, build_model
 from elche_worker.outer import Average
-from elche_worker.rank.view import RateSetters
+from elche_worker.rank.view import View
 from elche_worker.telemetry.meter import EpochSums
 from elche_worker.user.callbacks import Callbacks, EpochMetrics, be_this_rank
 from elche_worker.user.device import Device
 from elche_worker.user.job import JobDefinition
 from elche_worker.user.loggers import Loggers
 from elche_worker.user.scalars import wide
-from elche_worker.user.schedule import LearningRates, Progress, rate_of
+from elche_worker.user.schedule import LearningRates, Progress
 
 FILE = "the job"
 MEASURED_BATCHES = 2
@@ -89,14 +89,14 @@ def _check_has_no_rounds(job: JobDefinition) -> None:
 
 
 class _Training:
-    """A job's model, and what trains it."""
+    """A job's model, and what trains it. Callbacks see it as the only rank (`View`)."""
 
     def __init__(self, job: JobDefinition, chosen: Device, streams: DeviceStreams) -> None:
         target = torch.device(chosen.device)
         dataset, dataset_size = build_dataset(job, FILE)
         self._eval_dataset = build_eval_dataset(job, FILE)
         self._job, self._built = job, build_model(job, target, FILE)
-        if text := what_is_still(self._built.model, came_in_eval_mode=self._built.came_in_eval_mode):
+        if text := eval_mode_notice(self._built.model, came_in_eval_mode=self._built.came_in_eval_mode):
             notice(text)
         batch_size = rank_batch_size(job, chosen, dataset_size)
         self._extent = Extent(
@@ -111,22 +111,32 @@ class _Training:
         self._wake = threading.Event()
         self._loader = _new_loader(job, dataset, dataset_size, batch_size, target, streams, self._wake)
         self._accumulators = pin_accumulators(self._built.model)
-        self._own_state = build_own_state(job, self._built.model, FILE)
+        self.model, self.optimizers, self.device = self._built.model, self._built.all_optimizers, target
+        self.own_state = build_own_state(job, self.model, FILE)
         seed_all(job.seed)  # as rank 0 of a job does
         self._backs_off, room = is_auto(job, chosen), self._loader.make_room
         self._step = TrainStep(job, self._built, target, FILE, backs_off=self._backs_off, make_room=room)
         self._batch_size = batch_size
-        self._rates = LearningRates(self._built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
+        self._rates = LearningRates(self.optimizers, schedule=job.schedule, scheduler=job.scheduler)
         if text := self._rates.epochs_notice(self._extent):
             notice(text)
-        self._layout = Layout(self._built.model, self._built.all_optimizers, buffers=job.buffers)
+        self._layout = Layout(self.model, self.optimizers, buffers=job.buffers)
         self._mean = MeanOfModel(self._layout, decay_of(job.ema, self._extent.batch_size))
         self._callbacks = Callbacks(kept_random)
-        self._rank = _OnlyRank(self._built, self._rates, self._callbacks, chosen.device, self._own_state, self._extent)
-        be_this_rank(self._rank)
+        self.epoch, self.local_step, self.version = -1, 0, 0
+        self._num_trained = 0
+        """Samples trained."""
+        self._view = View(0, self, self._rates, self._callbacks)
+        be_this_rank(self._view)
         self._loggers = Loggers(job.loggers, f"alone-{time.strftime('%Y%m%d-%H%M%S')}")
         self._watch = _Watch(job)
         self._best: TrainedState | None = None
+
+    @property
+    def progress(self) -> Progress:
+        """The part of the training that is done."""
+        of, size = self._extent.total_samples, self._extent.batch_size
+        return Progress(samples=self._num_trained, total_samples=of, batch_size=size)
 
     @property
     def _eval_batch_size(self) -> int:
@@ -136,18 +146,18 @@ class _Training:
     def rehearse(self) -> None:
         """Evaluates a batch and drops the outcome, so that a job that cannot be evaluated fails before it trains."""
         if self._job.evaluate is not None:
-            rehearse_modes(self._built.model, FILE)
+            rehearse_modes(self.model, FILE)
         if self._eval_dataset is None:
             return
-        with self._own_state.on_trial():
+        with self.own_state.on_trial():
             rehearse(
                 self._job,
-                self._built.model,
+                self.model,
                 self._eval_dataset,
                 FILE,
                 batch_size=self._eval_batch_size,
                 backs_off=self._backs_off,
-                optimizers=self._built.all_optimizers,
+                optimizers=self.optimizers,
             )
 
     def run(self, on_epoch: Callable[[int, dict[str, float]], None] | None) -> None:
@@ -158,7 +168,7 @@ class _Training:
             duration_s = time.perf_counter() - started_s
             self._layout.check()
             _report_skipped(epoch, sums)
-            _check_finite(self._job, self._built.model, epoch)
+            _check_finite(self._job, self.model, epoch)
             with self._mean.in_model():
                 metrics = _evaluated(self._job, self._built, self._eval_dataset, self._eval_batch_size)
             epoch_metrics = _epoch_metrics(epoch, sums, metrics, duration_s)
@@ -183,15 +193,15 @@ class _Training:
         return self._best or self._state()
 
     def _train(self, epoch: int) -> EpochSums:
-        self._rank.epoch, sums = epoch, EpochSums()
-        self._callbacks.call(self._job.epoch_fn, self._rank, epoch, on_every_rank=True)
+        self.epoch, sums = epoch, EpochSums()
+        self._callbacks.call(self._job.epoch_fn, self._view, epoch, on_every_rank=True)
         self._layout.check()
         self._loader.plan()
         for offset, size in _parts_of(epoch, self._extent, self._shard_sizes, self._job.seed):
             self._loader.add(LeasedPart(id=next(self._lease_ids), epoch=epoch, offset=offset, size=size))
         for batch in _batches(self._loader, self._wake, self._extent.epoch_size(epoch)):
             if not self._rates.is_constant:
-                self._rates.set(self._rank.progress)
+                self._rates.set(self.progress)
             data = self._loader.transfer.receive(batch.data, batch.event)
             if data is None:
                 sums.add(EpochSums(0, batch.size, num_skipped=1))
@@ -199,15 +209,15 @@ class _Training:
                 loss, scalars = self._step.run(data, batch.size)
                 sums.add(EpochSums(1, batch.size, wide(loss), scalars))
             self._mean.move(batch.size)  # rounds count the samples of skipped batches, too
-            self._rank.num_trained += batch.size
-            self._rank.local_step += 1
-            if self._rank.local_step == MEASURED_BATCHES:
+            self._num_trained += batch.size
+            self.local_step += 1
+            if self.local_step == MEASURED_BATCHES:
                 self._loader.plan()
         return sums
 
     def _state(self) -> TrainedState:
-        with self._mean.in_model(), evaluated_weights(self._built.all_optimizers):
-            return TrainedState.of(self._built.model)
+        with self._mean.in_model(), evaluated_weights(self.optimizers):
+            return TrainedState.of(self.model)
 
 
 def _new_loader(
@@ -234,42 +244,6 @@ def _new_loader(
     if not job.num_workers and look_at(dataset, job.seed, collate_fn=job.collate_fn).is_for_one_thread:
         loader.fetch_in_step()
     return loader
-
-
-class _OnlyRank(RateSetters):
-    """The only rank, for callbacks: an `elche_worker.user.callbacks.Rank`."""
-
-    def __init__(
-        self,
-        built: Built,
-        rates: LearningRates,
-        callbacks: Callbacks,
-        device: str,
-        own_state: OwnState,
-        extent: Extent,
-    ) -> None:
-        super().__init__(rates, callbacks)
-        self._built = built
-        self.state = own_state.objects
-        self.device = device
-        self.rank = self.local_step = self.version = 0
-        self.epoch = -1
-        self.num_trained = 0
-        """Samples trained."""
-        self._extent = extent
-
-    @property
-    def progress(self) -> Progress:
-        of, size = self._extent.total_samples, self._extent.batch_size
-        return Progress(samples=self.num_trained, total_samples=of, batch_size=size)
-
-    @property
-    def model(self) -> nn.Module:
-        return self._built.model
-
-    @property
-    def lr(self) -> float:
-        return rate_of(self._built.all_optimizers[0].param_groups[0])
 
 
 def _report_skipped(epoch: int, sums: EpochSums) -> None:
@@ -353,9 +327,7 @@ class _Watch:
         self._best = value if self.is_best else self._best
 
     def end(self) -> None:
-        """Called after the final evaluation. Raises `JobFailed` if a metric has become not finite; warns of one that
-        was never finite.
-        """
+        """Raises `JobFailed` if a metric of the final evaluation is finite no more; warns if one never was."""
         if spoilt := spoilt_metric(self._metrics, self._last_finite, self._job.monitor):
             raise JobFailed(spoilt)
         if odd := never_finite(self._metrics):

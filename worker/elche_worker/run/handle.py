@@ -85,9 +85,7 @@ class Handle:
         return None if self._is_over else self._take(self._metrics.get())
 
     def cancel(self) -> None:
-        """Asks the training to end after a checkpoint. `join` then raises `JobFailed`, unless the training had
-        succeeded before. Idempotent.
-        """
+        """Ends the training after a checkpoint. `join` then raises `JobFailed`, unless it had succeeded before."""
         if not self._is_cancelled and self._process.poll() is None:
             self._is_cancelled = True  # a second signal would end it without a checkpoint
             self._process.send_signal(signal.SIGINT)
@@ -222,9 +220,7 @@ def _file_of(job: JobDefinition) -> Path:
 
 
 def _file_of_cell(source: str) -> Path:
-    """Writes a notebook's cell, up to the definition of `job`, to a file. Raises `InvalidJob` if ranks cannot
-    run it.
-    """
+    """Writes a notebook's cell up to its `job` to a file. Raises `InvalidJob` if ranks cannot run it."""
     advice = (
         "in a notebook the cell that defines `job` has all that the job needs, with its imports, since every rank runs "
         "it on its own; or begin it with %%writefile train.py, and then: from train import job"

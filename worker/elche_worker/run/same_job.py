@@ -62,9 +62,7 @@ def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _are_alike(one: Any, other: Any) -> bool:
-    """True for the same object, for equal plain values, for data classes with alike fields, and for functions with the
-    same code and alike defaults and closures.
-    """
+    """True for equal plain values, and for data classes and functions alike in all that they hold."""
     if one is other:
         return True
     if type(one) is not type(other):

@@ -2,7 +2,8 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
@@ -35,37 +36,30 @@ class Control:
     clock: tuple[float, float] | None = None
     """(sent, received): times of the coordinator's last clock message, by its clock and by this host's, in seconds."""
     on_abandon: Callable[[int], None] | None = None
-    """Called on the session's thread with a generation that is to be abandoned, since the loop may be blocked in its
-    collective.
-    """
+    """Called on the session's thread with an abandoned generation: the loop may be blocked in its collective."""
 
     def put(self, command: rank_pb2.ConverseResponse) -> None:
         """Adds a command (on the session's thread)."""
-        with self.wake:
+        with self._changing():
             self.inbox.append(command)
             if command.HasField("abandon"):
                 self.abandoned.add(command.abandon.generation)
             if command.HasField("shutdown"):
                 self.leaving = self.leaving or command.shutdown.reason or "the job is over"
                 self.outcome = command.shutdown.outcome
-            self.has_news = True
-            self.wake.notify_all()
         # without the lock, which the loop needs to end its round
         if command.HasField("abandon") and self.on_abandon is not None:
             self.on_abandon(command.abandon.generation)
 
     def leave(self, reason: str) -> None:
         """Has the rank leave, since the session is lost."""
-        with self.wake:
+        with self._changing():
             self.leaving = self.leaving or reason
-            self.has_news = True
-            self.wake.notify_all()
 
     def stop(self) -> None:
         """Has the rank stop by itself, should no coordinator answer."""
-        with self.wake:
-            self.is_told_to_stop = self.has_news = True
-            self.wake.notify_all()
+        with self._changing():
+            self.is_told_to_stop = True
 
     def notify(self) -> None:
         """Wakes the loop without a command."""
@@ -74,7 +68,13 @@ class Control:
 
     def note_news(self) -> None:
         """Has the loop check whether the build of a group has ended, or the coordinator is away."""
+        with self._changing():
+            pass
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
         with self.wake:
+            yield
             self.has_news = True
             self.wake.notify_all()
 

@@ -1,5 +1,4 @@
-"""Tests which other ranks can be reached, on request when all are in a collective that does not end (protocol
-P24.1)."""
+"""Tests which other ranks can be reached, when all are in a collective that does not end (protocol P24.1)."""
 
 import errno
 import fcntl

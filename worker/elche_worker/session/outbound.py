@@ -4,6 +4,7 @@ import queue
 import random
 import threading
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -37,9 +38,7 @@ class Pending(Generic[Message]):
 
 
 class Outbound(Generic[Message]):
-    """The messages of one side of a conversation, and the number of those received (protocol P15). Any thread
-    may send.
-    """
+    """One side's messages in a conversation, and the number of those received (protocol P15). Any thread may send."""
 
     def __init__(self) -> None:
         self.num_received = 0
@@ -72,15 +71,19 @@ class Outbound(Generic[Message]):
                 self._queue.put(message)
 
     def open(self, outgoing: "queue.SimpleQueue[Message | None]", taken: int) -> None:
-        """Uses a new stream to a coordinator that has the first `taken` messages: sends it the others, then
-        new ones.
-        """
+        """Uses a new stream to a coordinator that has the first `taken` messages: first sends it the others."""
         self.forget(taken)
         # under the lock, a message sent meanwhile comes after the kept ones: numbers must rise on a stream
         with self._lock:
             for message in self._kept:
                 outgoing.put(message)
             self._queue = outgoing
+
+    def requests(self, outgoing: "queue.SimpleQueue[Message | None]") -> Iterator[Message]:
+        """The messages of a stream, each with the number of the last one received, until the queue gives None."""
+        while (message := outgoing.get()) is not None:
+            message.num_received = self.num_received
+            yield message
 
     def is_news(self, number: int) -> bool:
         """True if the message was not received before, on another stream. Always true for messages without a number."""

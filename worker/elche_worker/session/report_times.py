@@ -6,8 +6,7 @@ PER_RANK_S = 0.001
 """Interval in seconds per rank of the job, so that all ranks together send at most a thousand a second, unless
 `MAX_BATCHES` take less time than that interval."""
 MAX_BATCHES = 4
-"""Batches after which a report is due in any case: a rank that is silent for 20 batches may count as hung (protocol
-P20)."""
+"""Batches after which a report is due in any case: one silent for 20 batches may count as hung (P20)."""
 
 
 class ReportTimes:

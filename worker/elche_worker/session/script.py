@@ -114,9 +114,7 @@ def has_several_ranks() -> bool:
 
 
 def changed_place() -> str:
-    """Returns why this process no longer knows which rank it is: the script has changed its launcher's variables; "" if
-    it has not.
-    """
+    """Why this process no longer knows its rank: the script has changed its launcher's variables; or ""."""
     if not has_several_ranks():
         return ""
     rank, size, local_rank, local_size = (
@@ -141,9 +139,7 @@ def _lacks_file(error: BaseException) -> bool:
 
 
 def trim(error: BaseException) -> None:
-    """Leaves the script's own frames in the traceback: not those below it, and, of a `Misuse`, not those of elche that
-    have found it.
-    """
+    """Leaves only the script's own frames in a traceback, and of a `Misuse` not those of elche that found it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code is not run_script.__code__:
         trace = trace.tb_next

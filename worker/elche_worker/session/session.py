@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -24,9 +24,7 @@ TAKEN_POLL_S = 0.01
 MAX_WAITING_EVENTS = 1000
 """User-defined events are dropped while this many messages are not durable at the coordinator."""
 FLEETING = frozenset({"batches_trained", "loop_progress", "spans", "pong"})
-"""Messages that are not kept for the next stream, since a later one of the kind replaces them, or they are outdated
-then.
-"""
+"""Messages that are not sent again on the next stream: outdated then, or replaced by later ones."""
 NEWEST = frozenset({"batches_trained", "loop_progress"})
 """Those of `FLEETING` that report progress. The newest one is sent again on the next stream, or the coordinator would
 not know of the batches that the rank has made while it was not connected.
@@ -137,9 +135,7 @@ class Session:
         self.send(rank_pb2.ConverseRequest(event_recorded=rank_pb2.EventRecorded(text=text, num_dropped=num_dropped)))
 
     def wait_until_connected(self, timeout_s: float) -> None:
-        """Waits until a stream is open, or the session is lost. The coordinator sees the end of a process whose stream
-        was open.
-        """
+        """Waits until a stream is open, after which the coordinator sees the process's end, or it is lost."""
         end_s = time.monotonic() + timeout_s
         while not self.is_connected and self._thread.is_alive() and time.monotonic() < end_s:
             time.sleep(TAKEN_POLL_S)
@@ -196,7 +192,7 @@ class Session:
         outgoing: Outgoing = queue.SimpleQueue()
         metadata = (("elche-secret", self._secret), ("elche-heard", str(self._outbound.num_received)))
         store = (("elche-store", self.store),) if self.store else ()
-        self._call = call = self._stub.Converse(self._requests(outgoing), metadata=metadata + store)
+        self._call = call = self._stub.Converse(self._outbound.requests(outgoing), metadata=metadata + store)
         try:
             for command in call:
                 kind = command.WhichOneof("message")
@@ -220,8 +216,3 @@ class Session:
             # Ends gRPC's thread, which would otherwise wait for further requests of this stream forever.
             outgoing.put(None)
         return "it closed the stream"
-
-    def _requests(self, outgoing: Outgoing) -> Iterator[rank_pb2.ConverseRequest]:
-        while (message := outgoing.get()) is not None:
-            message.num_received = self._outbound.num_received
-            yield message

@@ -2,7 +2,7 @@
 
 import json
 import os
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -64,11 +64,6 @@ class StoppedRank:
         draft.replace(path)
 
 
-def in_base64(messages: tuple[rank_pb2.ConverseRequest, ...]) -> list[str]:
-    """Serialises messages for a record."""
-    return [b64encode(one.SerializeToString()).decode() for one in messages]
-
-
 def stopped_ranks(output_dir: Path) -> list[StoppedRank]:
     """The records in a job's output folder. Raises `OSError`, and `ValueError` for a damaged one."""
     paths = sorted((output_dir / FOLDER).glob("*.json"))
@@ -85,9 +80,7 @@ def _read(path: Path) -> StoppedRank:
 
 
 def claim(output_dir: Path, attempt: int, round_id: int) -> bool:
-    """True for the first rank that asks in this folder. It alone writes the round's result, since all ranks have the
-    same. Raises `OSError`.
-    """
+    """True for the first rank that asks in this folder: it writes the result for all. Raises `OSError`."""
     (output_dir / FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         (output_dir / FOLDER / f"attempt-{attempt}-round-{round_id}").mkdir()

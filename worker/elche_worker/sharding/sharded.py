@@ -152,7 +152,7 @@ class Sharded:
 
         Call `full_state_dict` before it for the whole weights.
         """
-        self._give_back()
+        self.reshard()
         module = self.module
         for hook in self._hooks:
             hook.remove()
@@ -216,14 +216,14 @@ class Sharded:
                 f"update_shards() got a tensor of shape {tuple(flat.shape)}; "
                 f"the shards of rank {self.rank} have {num_values} values, in shape ({num_values},)"
             )
-        self._give_back()
+        self.reshard()
         with torch.no_grad():
             for shard, values in zip(shards, torch.split(flat, [shard.numel() for shard in shards]), strict=True):
                 shard.copy_(values.view(shard.shape))
 
     def full_state_dict(self) -> dict[str, Any]:
         """The module's state with whole, plain tensors in host memory, on every rank; copies."""
-        self._give_back()
+        self.reshard()
         state = {}
         for name, value in self.module.state_dict().items():
             whole = value.full_tensor() if isinstance(value, DTensor) else value
@@ -235,7 +235,7 @@ class Sharded:
 
         Raises `Misuse`, and changes nothing, if names or shapes are not the module's.
         """
-        self._give_back()
+        self.reshard()
         targets = self.module.state_dict()
         for name in sorted(targets.keys() ^ state.keys()):
             raise Misuse(f"the state {'lacks' if name in targets else 'has an unknown'} {name!r}")
@@ -249,22 +249,18 @@ class Sharded:
                 sharded[name] = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
         self.module.load_state_dict(sharded)
 
-    def reshard(self) -> None:
-        """Frees gathered parameters, so that the module has its shards as parameters."""
-        self._give_back()
-
     def _check_held(self) -> None:
         if self._inner is None:
             raise Misuse("into_inner() has ended this handle: use the module that it returned")
 
     def _gather(self) -> None:
-        self._give_back()
+        self.reshard()
         gathered = (part.unshard(async_op=True) for part in self._parts)
         self._prefetches = [cast(UnshardHandle, handle) for handle in gathered]
         self._watch_steps()
 
-    def _give_back(self) -> None:
-        """Frees gathered parameters; the next forward gathers them again."""
+    def reshard(self) -> None:
+        """Frees gathered parameters: the module has its shards until the next forward gathers them again."""
         self._check_held()
         for prefetch in self._prefetches:
             prefetch.wait()
@@ -294,9 +290,7 @@ class Sharded:
             self._step_watch = register_optimizer_step_post_hook(stepped)
 
     def _await_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Registers the averaging of scalars' gradients at the end of backward, in one collective: scalars are not
-        sharded, so that `fully_shard` does not reduce theirs.
-        """
+        """Has scalars' gradients, which `fully_shard` does not reduce, averaged at the end of backward."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
@@ -325,7 +319,7 @@ class Sharded:
         # A backward pass that has raised leaves it True, and the next one would not average the scalars.
         self._is_averaging_due = False
         if self._is_stale:
-            self._give_back()
+            self.reshard()
         self._forget()
 
     def _reduced(self, _: torch.Tensor) -> None:

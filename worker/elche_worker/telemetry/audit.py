@@ -93,9 +93,7 @@ class AuditLog:
         self.flush()
 
     def lost(self, *, generation: int, round_id: int, has_header: bool = False) -> None:
-        """Adds that the rank has received no result of a round, or no more than its header: what it brought goes into
-        the next one.
-        """
+        """Adds a round without a result here, beyond its header perhaps: its work goes into the next one."""
         self._add(pack("<BQQ", LOST_LATE if has_header else LOST, generation, round_id))
 
     def joined(self, *, attempt: int, generation: int, position: int, world_size: int, is_relayed: bool) -> None:

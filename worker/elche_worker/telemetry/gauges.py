@@ -33,19 +33,15 @@ class GaugeSampler:
 
     def _run(self) -> None:
         while True:
-            sample = _memory(self._device)
+            memory = kind_of(self._device).memory(self._device)
+            sample = rank_pb2.Gauges(
+                memory_used_bytes=memory.used,
+                memory_reserved_bytes=memory.reserved,
+                memory_peak_bytes=memory.peak,
+                memory_total_bytes=memory.total,
+            )
             if self._nvml is not None:
                 self._nvml.add_to(sample)
             self._newest = sample
             if self._stop.wait(EVERY_S):
                 return
-
-
-def _memory(device: torch.device) -> rank_pb2.Gauges:
-    memory = kind_of(device).memory(device)
-    return rank_pb2.Gauges(
-        memory_used_bytes=memory.used,
-        memory_reserved_bytes=memory.reserved,
-        memory_peak_bytes=memory.peak,
-        memory_total_bytes=memory.total,
-    )

@@ -72,9 +72,7 @@ class Nvml:
             sample.gpu_xid_errors = self._num_xids
 
     def _find(self, device: torch.device) -> Any:
-        """Finds the device by its UUID. In a process that may use a slice, CUDA returns that of the slice or of its
-        GPU.
-        """
+        """Finds the device by its UUID, which is a slice's (MIG) or its GPU's in a process that may use a slice."""
         uuid = torch.cuda.get_device_properties(device).uuid
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
         *others, last = ([visible] if visible.startswith("MIG-") else []) + [f"GPU-{uuid}", f"MIG-{uuid}"]

@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from statistics import median_low
 
 MOST = 10
 """A batch or step counts as at most so many times the usual time: one that takes longer has compiled, or prepared."""
@@ -24,6 +25,6 @@ class Slowdown:
         """Called when a batch or step has ended that took `took_s` on this device."""
         if self._latest_s:
             # The median: an epoch's last batch may be of a single sample.
-            usual_s = sorted(self._latest_s)[(len(self._latest_s) - 1) // 2]
+            usual_s = median_low(self._latest_s)
             time.sleep(min(took_s, MOST * usual_s) * (self._factor - 1))
         self._latest_s.append(took_s)

@@ -26,8 +26,7 @@ class SpanRecorder:
         self._clock = clock
         self._spans: deque[Span] = deque()
         self._wall_s = time.time() - time.perf_counter()
-        """Wall time at which `perf_counter` was 0. Taken once: a clock that is set during training must not move spans.
-        """
+        """Wall time at which `perf_counter` was 0. Taken once: setting the clock must not move spans."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
         self._thread.start()

@@ -55,9 +55,7 @@ class BatchTimer:
 
 
 class DeviceTimer(BatchTimer):
-    """Timer for CUDA, by events that are read after they have passed. Intervals are relative to an event for which the
-    host has waited, a new one at every `finish`.
-    """
+    """Timer for CUDA, by events that have passed. Intervals are relative to one at the latest `finish`."""
 
     def __init__(self, *, keeps_intervals: bool = False) -> None:
         super().__init__(keeps_intervals=keeps_intervals)

@@ -3,10 +3,10 @@
 `trainer` is the interface. An epoch: `data` splits the user's loader, `plans` says which samples each rank trains in
 each step, `epochs` gives out the batches, `forward` passes them to the model. A step: `stepping` (with `share` and
 `averager`) averages gradients; a rank that dies in it is left out by `together`. Before training, `checks`, `samples`
-and `same_batches` refuse what would train wrongly; during it, `clipping`, `scalers`, `wrapped`, `other_optimizers`
-and `comparison` notice it. Checkpoints: `checkpoints` (where and when, after whole `iterations`), `saving`,
-`resumption`. At a coordinator: `attached`, which passes on operators' `requests`. Outputs of all ranks: `capture`,
-`gathering`, `scattering`. `ddp` is an interface of its own, for loops with several models.
+and `same_batches` refuse what would train wrongly; during it, `noted`, `other_optimizers` and `comparison` notice it.
+Checkpoints: `checkpoints` (where and when, after whole `iterations`), `saving`, `resumption`. At a coordinator:
+`attached`, which passes on operators' `requests`. Outputs of all ranks: `capture`, `gathering`, `scattering`. `ddp` is
+an interface of its own, for loops with several models.
 """
 
 from elche_worker.trainer.config import TrainerConfig

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 import grpc
 import torch
@@ -239,25 +239,8 @@ class CoordinatorAttachment(Attachment):
                     self._world.give_up(command.abandon.generation)
                 case "form_group":
                     self._group = command.form_group
-                case (
-                    "start_epoch"
-                    | "sync_now"
-                    | "round_outcome"
-                    | "throttle"
-                    | "epoch_metrics"
-                    | "keep_best"
-                    | "make_metrics"
-                    | "ping"
-                    | "probe"
-                    | "welcome"
-                    | "taken"
-                    | "permit"
-                    | "recall"
-                    | None
-                ) as name:  # the session takes the three before the last; others are for ranks of a `TrainingJob`
+                case name:  # the session takes some; others are for ranks of a `TrainingJob`, or of a newer coordinator
                     raise UnknownMessage("ConverseResponse", name)
-                case unreachable:
-                    assert_never(unreachable)
             operator.changed.notify_all()
 
     def _end_if_stuck(self) -> None:
@@ -369,9 +352,7 @@ def attach_submitted(launch: Launch, config: TrainerConfig, world: World, *, pol
 
 
 def _opened(address: str, world: World, tls: str | None = None) -> grpc.Channel:
-    """A channel to the coordinator, by default with the certificates that the environment names. Raises `Misuse` on
-    every rank if one of them cannot open one.
-    """
+    """A channel to the coordinator. Raises `Misuse` on every rank if one of them cannot open one."""
     channel, problem = None, ""
     try:
         channel = open_channel(address, named_folder() if tls is None else tls)

@@ -85,7 +85,5 @@ class Attachment:
         """Reports that the loop has ended, with `error` if it raised one. If `is_caught`, the script has gone on."""
 
     def next_group(self, generation: int, reason: str) -> NextGroup | None:
-        """Reports that this rank has left the group, and waits for the next one. None if none can be formed, or the
-        loop is to end.
-        """
+        """Reports that this rank has left the group; returns the next one, or None if there is to be none."""
         return None

@@ -14,8 +14,8 @@ from elche.errors import Misuse
 from elche_worker.collectives.gradients import Gradients
 from elche_worker.collectives.sparse import sparse_names
 from elche_worker.collectives.world import World
+from elche_worker.trainer.noted import check_unscaled
 from elche_worker.trainer.optimizers import Key, Optimizers
-from elche_worker.trainer.scalers import check_unscaled
 
 
 class GradientAverager:
@@ -87,9 +87,7 @@ class GradientAverager:
             gradients.weigh(fraction)
 
     def find_changed(self) -> bool:
-        """True if the script has changed gradients of `averaged` since backward made them. Raises `Misuse` if these
-        were sent already.
-        """
+        """True if the script has changed gradients since backward. Raises `Misuse` if these were sent already."""
         return any(self.gradients[key].find_changed() for key in self.averaged if key in self.gradients)
 
     def average(self, fraction: float, requests: Sequence[float]) -> torch.Tensor | None:

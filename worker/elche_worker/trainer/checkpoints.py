@@ -235,8 +235,7 @@ class LoopCheckpoints:
                 "rates": self._rates,
             },
             self._world.size,
-            attachment.report_saved,
-            attachment.report_not_saved,
+            attachment,
         )
 
     def _note_other_sizes(self) -> None:

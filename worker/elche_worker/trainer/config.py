@@ -1,7 +1,9 @@
 """Settings of a user-owned loop."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 from elche.errors import Misuse
 
@@ -57,33 +59,12 @@ class TrainerConfig:
     """"auto": the GPU of LOCAL_RANK, or the CPU; or a torch device."""
 
     def __post_init__(self) -> None:
-        _check(
-            self.max_anchor is None or _is_whole(self.max_anchor, 0),
-            "max_anchor",
-            self.max_anchor,
-            "None, or at least 0",
-        )
-        _check(self.anchor is None or _is_whole(self.anchor, 1), "anchor", self.anchor, "a whole number of at least 1")
-        target = self.overhead_target
-        _check(target is None or _is_number(target), "overhead_target", target, "a number")
-        self._check_el_che()
-        _check(
-            self.max_grad_norm is None or (_is_number(self.max_grad_norm) and self.max_grad_norm > 0),
-            "max_grad_norm",
-            self.max_grad_norm,
-            "None, or greater than 0",
-        )
+        for name, (is_possible, wanted) in POSSIBLE.items():
+            value = getattr(self, name)
+            _check(value is None or is_possible(value), name, value, wanted)
         outcomes = ("continue", "fail")
         _check(self.on_rank_loss in outcomes, "on_rank_loss", self.on_rank_loss, 'either "continue" or "fail"')
-        every = self.checkpoint_every_minutes
-        _check(
-            every is None or (_is_number(every) and every > 0), "checkpoint_every_minutes", every, "None, or above 0"
-        )
-        hint = self.speed_hint
-        is_hint = isinstance(hint, tuple) and len(hint) == 2 and _is_whole(hint[0], 0) and _is_number(hint[1])
-        _check(
-            hint is None or is_hint, "speed_hint", hint, "None, or (slowest rank, how many times faster the others are)"
-        )
+        self._check_el_che()
 
     def _check_el_che(self) -> None:
         """Raises `Misuse` if El Che's settings contradict each other."""
@@ -132,9 +113,24 @@ def _check(condition: bool, name: str, value: object, wanted: str) -> None:
         raise Misuse(f"TrainerConfig: {name} must be {wanted}, not {value!r}")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _is_number(value: object, above: float = -math.inf) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and above < value < math.inf
 
 
 def _is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_hint(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and _is_whole(value[0], 0) and _is_number(value[1])
+
+
+POSSIBLE: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_anchor": (lambda value: _is_whole(value, 0), "None, or at least 0"),
+    "anchor": (lambda value: _is_whole(value, 1), "a whole number of at least 1"),
+    "overhead_target": (_is_number, "a number"),
+    "max_grad_norm": (lambda value: _is_number(value, 0), "None, or greater than 0"),
+    "checkpoint_every_minutes": (lambda value: _is_number(value, 0), "None, or above 0"),
+    "speed_hint": (_is_hint, "None, or (slowest rank, how many times faster the others are)"),
+}
+"""By setting, a function that is true of its possible values besides None, and these in words."""

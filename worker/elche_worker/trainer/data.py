@@ -137,9 +137,7 @@ class Data:
         together: Together,
         problem: str,
     ) -> "Data":
-        """Attaches the loader on all ranks. Collective. Raises `Misuse` on every rank if one has a problem, or loaders
-        differ.
-        """
+        """Attaches the loader. Collective. Raises `Misuse` on every rank for a problem of one, or if loaders differ."""
         data = None if problem else cls(loader, world, names, planner, together)
 
         def agree() -> list[str]:
@@ -187,9 +185,7 @@ class Data:
         return state.get("order")
 
     def plan_again(self, planner: Planner, lost: list[Part]) -> None:
-        """Splits the samples after the current step again. Appends `lost`, the parts that dead ranks had of it, to the
-        epoch.
-        """
+        """Splits what follows the present step again, and appends `lost`, the parts of dead ranks, to the epoch."""
         self._parts.planner, self.members = planner, planner.members
         order = self._order[1 : self.num_samples + 1]
         is_lost = torch.zeros(len(order), dtype=torch.bool)
@@ -309,9 +305,7 @@ class Data:
 
 
 def _numbers_of(loader: "DataLoader[Any]") -> list[int]:
-    """The numbers of an epoch's samples, of the loader's sampler. Raises `Misuse` if it does not end, or gives other
-    things than numbers.
-    """
+    """The numbers of an epoch's samples. Raises `Misuse` if the sampler does not end, or gives no numbers."""
     sampler: Any = loader.sampler
     most = LONGEST_EPOCH * max(len(sampler), len(loader.dataset))  # type: ignore[arg-type]  # map-style
     numbers: list[int] = []
@@ -370,9 +364,7 @@ class _Parts:
         self._seed = 0
 
     def begin(self, order: torch.Tensor, start: int, seed: int) -> "deque[Step]":
-        """Sets the epoch's order and first sample for the next iteration; returns its steps, which are appended in
-        time.
-        """
+        """Sets order and first sample of the next iteration; returns its steps, which are appended in time."""
         self._order, self._start, self._seed, self._steps = order, start, seed, deque()
         return self._steps
 

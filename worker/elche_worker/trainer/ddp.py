@@ -104,6 +104,3 @@ class Ddp:
             self._gradients.begin()
             self._gradients.finish(fraction)
             self._gradients.replace()
-            for parameter in self._model.parameters():  # averages are views of buckets, which the next call overwrites
-                if parameter.requires_grad and parameter.grad is not None:
-                    parameter.grad = parameter.grad.clone()

@@ -109,9 +109,7 @@ class Iterations:
         self._has_saved = True
 
     def end_step(self, keys: list[Key]) -> None:
-        """Records that these optimizers were stepped, and takes in the requests that all ranks act on after
-        this step.
-        """
+        """Notes that these optimizers were stepped, and takes in the requests that all ranks act on now."""
         self._order.add(keys)
         asked = self.consensus.take()
         if asked.calls_differ:

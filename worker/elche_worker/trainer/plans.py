@@ -4,9 +4,10 @@ Where loaders fetch ahead, measurements of a step take effect `delay` steps late
 """
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from elche.balance import hinted_ratios, rebalanced_ratios, shard_sizes
 from elche.cadence import ElChe, clamped_counts
@@ -74,57 +75,60 @@ class Step:
         return [part for number in self.members if number not in members for part in self.of(number)]
 
 
-class Planner(Protocol):
-    """Splits the samples of each step among ranks. `Balance` and `CadencePlan` implement it.
+class Planner(ABC):
+    """Splits the samples of each step among ranks: `Balance` or `CadencePlan`.
 
     Every rank has one and computes the same steps, without a message: each decision follows from numbers that all ranks
     have exchanged, and takes effect at the same step everywhere. Otherwise ranks would train samples twice, or never.
     """
 
-    delay: int
-    """Steps that loaders may fetch ahead. A decision takes effect as many steps later, since those are fetched."""
-    members: tuple[int, ...]
-    """The numbers of the ranks that it plans for."""
-
-    def steps(self, num_samples: int, batch_size: int, start: int) -> Iterator[Step]:
-        """Yields the steps of an epoch from sample `start` on, each computed when it is needed."""
-        ...
-
-    def measure(self, step: Step, timed: Sequence[tuple[int, float]], sync_ms: float) -> list[float] | None:
-        """Records this rank's times: `timed` are (samples, ms) of batches that have ended since the last step,
-        `sync_ms` is the time of the last averaging. Returns numbers that all ranks exchange now, or None.
-        """
-        ...
-
-    def learn(self, step: Step, measured: Sequence[Sequence[float]]) -> None:
-        """Updates the plan by the numbers that the ranks have exchanged, one sequence per rank."""
-        ...
-
-    def to_json(self) -> dict[str, Any]:
-        """The learnt state."""
-        ...
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the state of `to_json`; ignores one of another number of ranks."""
-        ...
-
-    def fit(self, num_batches: int) -> None:
-        """Adapts limits to the number of batches in an epoch."""
-        ...
-
-    def keep(self, members: Sequence[int]) -> "Planner":
-        """Returns a planner for the remaining ranks, by number."""
-        ...
+    def __init__(self, world_size: int, config: TrainerConfig, num_done: int = 0) -> None:
+        self.delay = 0
+        """Steps that loaders may fetch ahead. A decision takes effect as many steps later, since those are fetched."""
+        self.members = tuple(range(world_size))
+        """The numbers of the ranks that it plans for."""
+        self._num_done = num_done
+        hint = config.speed_hint
+        self._ratios = [1 / world_size] * world_size if hint is None else _hinted(world_size, hint)
 
     @property
     def ratios(self) -> list[float]:
         """Each rank's share of a batch; sum 1."""
-        ...
+        return list(self._ratios)
 
     @property
+    @abstractmethod
     def throughput(self) -> list[float]:
         """Samples per ms of each rank; 0 where not measured."""
-        ...
+
+    @abstractmethod
+    def steps(self, num_samples: int, batch_size: int, start: int) -> Iterator[Step]:
+        """Yields the steps of an epoch from sample `start` on, each computed when it is needed."""
+
+    @abstractmethod
+    def measure(self, step: Step, timed: Sequence[tuple[int, float]], sync_ms: float) -> list[float] | None:
+        """Records this rank's times: `timed` are (samples, ms) of batches that have ended since the last step,
+        `sync_ms` is the time of the last averaging. Returns numbers that all ranks exchange now, or None.
+        """
+
+    @abstractmethod
+    def learn(self, step: Step, measured: Sequence[Sequence[float]]) -> None:
+        """Updates the plan by the numbers that the ranks have exchanged, one sequence per rank."""
+
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """The learnt state."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores the state of `to_json`; ignores one of another number of ranks."""
+
+    def fit(self, num_batches: int) -> None:  # noqa: B027  # `Balance` has no limits
+        """Adapts limits to the number of batches in an epoch."""
+
+    @abstractmethod
+    def keep(self, members: Sequence[int]) -> "Planner":
+        """Returns a planner for the remaining ranks, by number."""
 
 
 class Decisions(Generic[Value]):
@@ -146,21 +150,16 @@ class Decisions(Generic[Value]):
         return next(value for from_step, value in reversed(self._values) if from_step <= step)
 
 
-class Balance:
+class Balance(Planner):
     """Splits every batch among all ranks in proportion to their speed (row G2)."""
 
     def __init__(self, rank: int, world_size: int, config: TrainerConfig, *, num_done: int = 0) -> None:
-        self.delay = 0
-        self.members = tuple(range(world_size))
+        super().__init__(world_size, config, num_done)
         self.least = 1
         """Least samples of each rank, where a batch has enough."""
         self._rank = rank
-        self._num_done = num_done
         self._own_throughput = 0.0
         self._throughput = [0.0] * world_size
-        self._ratios = [1 / world_size] * world_size
-        if config.speed_hint is not None:
-            self._ratios = _hinted(world_size, config.speed_hint)
         self._decided = Decisions(self._ratios)
 
     def steps(self, num_samples: int, batch_size: int, start: int) -> Iterator[Step]:
@@ -189,9 +188,6 @@ class Balance:
         self._ratios = rebalanced_ratios(self._throughput, self._ratios)
         self._decided.decide(self._num_done + self.delay, self._ratios, self._num_done)
 
-    def fit(self, num_batches: int) -> None:
-        return
-
     def keep(self, members: Sequence[int]) -> "Balance":
         kept = [self.members.index(number) for number in members]
         self._rank = members.index(self.members[self._rank])
@@ -212,28 +208,19 @@ class Balance:
             self._decided = Decisions(self._ratios)
 
     @property
-    def ratios(self) -> list[float]:
-        return list(self._ratios)
-
-    @property
     def throughput(self) -> list[float]:
         return list(self._throughput)
 
 
-class CadencePlan:
+class CadencePlan(Planner):
     """Each rank trains the number of whole batches per step that El Che gives it (row G4)."""
 
     def __init__(self, world_size: int, config: TrainerConfig) -> None:
-        self.delay = 0
-        self.members = tuple(range(world_size))
+        super().__init__(world_size, config)
         self._world_size = world_size
         self._config = config
         self.el_che = self._new_el_che(MAX_ANCHOR if config.max_anchor is None else config.max_anchor)
-        self._ratios = [1 / world_size] * world_size
-        if config.speed_hint is not None:
-            self._ratios = _hinted(world_size, config.speed_hint)
         self._batch_size = 0
-        self._num_done = 0
         self._most_batches = sys.maxsize
         """Most batches of all ranks in a step."""
         self._decided = Decisions(self.batch_counts)
@@ -320,10 +307,6 @@ class CadencePlan:
         if len(state.get("el_che", {}).get("ranks", ())) == len(self._ratios):
             self.el_che = ElChe.from_json(state["el_che"])
             self._decided = Decisions(self.batch_counts)
-
-    @property
-    def ratios(self) -> list[float]:
-        return list(self._ratios)
 
     @property
     def throughput(self) -> list[float]:

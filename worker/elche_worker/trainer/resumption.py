@@ -16,9 +16,7 @@ STEP_SEED = 1_000_003
 
 
 class Resumption:
-    """The loaded checkpoint, until the loop is at its position; and the state at the beginning, for later
-    checkpoints.
-    """
+    """The loaded checkpoint, until the loop is there; and the state at the start, for later checkpoints."""
 
     def __init__(self, world: World) -> None:
         self._world = world

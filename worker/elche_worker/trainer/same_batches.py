@@ -11,8 +11,7 @@ from elche_worker.collectives.world import World
 from elche_worker.model.tensors import is_divided, is_plain
 
 STEPS = 3
-"""Steps in a row with equal gradients after which it is said: those of different samples can be equal by chance, where
-a loss has few values."""
+"""Steps in a row with equal gradients after which it is said; fewer may be chance, if a loss has few values."""
 
 
 class SameBatches:

@@ -1,7 +1,7 @@
 """Checkpoints of a user-owned loop: model, optimizer, random numbers, and its position in the epoch."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import count
@@ -25,6 +25,7 @@ from elche_worker.model.checkpoint import (
 )
 from elche_worker.model.tensors import copied
 from elche_worker.session.script import script_path
+from elche_worker.trainer.attachment import Attachment
 from elche_worker.trainer.optimizers import Optimizers
 
 KEPT = 3
@@ -86,12 +87,10 @@ class Saver:
         plan: dict[str, Any],
         kept: Mapping[str, Any],
         num_ranks: int,
-        on_saved: Callable[[int, str, int, float], None],
-        on_failed: Callable[[int, str], None],
+        attachment: Attachment,
     ) -> None:
-        """Copies the state and starts writing it; calls `on_saved(step, path, bytes, seconds)` or `on_failed(step,
-        reason)` later, on another thread. Waits for the previous checkpoint, so that only one copy is in memory. A step
-        is saved only once. `kept` is stored with it.
+        """Copies the state and starts writing it; reports the outcome later, on another thread. Waits for the previous
+        checkpoint, so that only one copy is in memory. A step is saved only once. `kept` is stored with it.
         """
         if position.num_steps == self._last_step:
             return
@@ -113,16 +112,9 @@ class Saver:
             num_ranks=num_ranks,
             tensors=_tensors(model),
         )
-        self._writing = self._thread.submit(self._write, data, about, position, on_saved, on_failed)
+        self._writing = self._thread.submit(self._write, data, about, position, attachment)
 
-    def _write(
-        self,
-        data: CheckpointData,
-        about: About,
-        position: Position,
-        on_saved: Callable[[int, str, int, float], None],
-        on_failed: Callable[[int, str], None],
-    ) -> None:
+    def _write(self, data: CheckpointData, about: About, position: Position, attachment: Attachment) -> None:
         started_s = time.perf_counter()
         name = self._free_name(f"step-{position.num_steps:08d}")
         loop = {**asdict(position), "trainer": self._number}
@@ -135,9 +127,9 @@ class Saver:
         except Exception as error:  # training goes on, whatever the storage raises
             reason = f"the checkpoint {self.place}/{name} cannot be written: {error}"
             notice(reason)
-            on_failed(position.num_steps, reason)
+            attachment.report_not_saved(position.num_steps, reason)
             return
-        on_saved(position.num_steps, path, size_bytes, time.perf_counter() - started_s)
+        attachment.report_saved(position.num_steps, path, size_bytes, time.perf_counter() - started_s)
 
     def _free_name(self, wanted: str) -> str:
         """Returns an unused name: an earlier run may have left a checkpoint of the same step."""

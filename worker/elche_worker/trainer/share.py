@@ -79,9 +79,7 @@ class StepShare:
         self._gives_samples = self.samples is not None
 
     def planned_fraction(self) -> float | None:
-        """This rank's fraction of the samples given out; equal fractions in a loop over its own loader. None if all the
-        samples were of ranks that have died.
-        """
+        """This rank's fraction of the samples given out, or equal ones; None if only dead ranks had samples."""
         plan = self.known
         samples = [1] * self._world.size if plan is None else plan.samples
         return samples[self._world.rank] / sum(samples) if sum(samples) else None

@@ -19,22 +19,27 @@ from elche_worker.collectives.consistency import broadcast, buffers_beside
 from elche_worker.collectives.sparse import clip_norm, packed, unpacked
 from elche_worker.collectives.world import World
 from elche_worker.trainer.averager import GradientAverager
-from elche_worker.trainer.clipping import forget_clipped, is_any_clipped, watch_clipping
 from elche_worker.trainer.clock import StepClock
 from elche_worker.trainer.comparison import Comparison
 from elche_worker.trainer.config import TrainerConfig, check_has_effect
 from elche_worker.trainer.forward import Forward
 from elche_worker.trainer.leftovers import Leftovers
+from elche_worker.trainer.noted import (
+    begin_noting,
+    check_not_unscaled,
+    check_not_wrapped,
+    check_unscaled,
+    forget_noted,
+    is_any_clipped,
+)
 from elche_worker.trainer.optimizers import Key, Optimizers, make_step
 from elche_worker.trainer.other_optimizers import OtherOptimizers
 from elche_worker.trainer.plans import Balance, CadencePlan, Planner, Step, part_of
 from elche_worker.trainer.progress import ProgressTracker
 from elche_worker.trainer.requests import NUM_MARKS, RequestConsensus, mark, marks_differ
 from elche_worker.trainer.same_batches import SameBatches
-from elche_worker.trainer.scalers import check_not_unscaled, check_unscaled, forget_scaled, watch_scalers
 from elche_worker.trainer.share import StepShare
 from elche_worker.trainer.together import Together
-from elche_worker.trainer.wrapped import check_not_wrapped, watch_wrapped
 
 LEAST_SHARE = 2
 """Fewest samples of a rank in a batch of `shares`, or of a model with BatchNorm: BatchNorm raises for a single one."""
@@ -110,9 +115,7 @@ class Stepper:
         note_stepped = self.comparison.note_changed
         self._others = OtherOptimizers(model, optimizers, world, self.averager, note_stepped=note_stepped)
         self._leftovers = Leftovers(optimizers, tells=not world.rank)
-        watch_scalers()
-        watch_clipping()
-        watch_wrapped()
+        begin_noting()
         _steppers.add(self)
         self._is_normalised = False
         self._is_finished = True
@@ -192,9 +195,7 @@ class Stepper:
         )
 
     def share_batches(self, batch_size: int) -> Iterator[Step]:
-        """Yields steps without end, of batches that the loop makes itself, split by the ranks' speeds. Every rank calls
-        it.
-        """
+        """Yields steps without end, of batches of the loop's own, split by the ranks' speeds. Collective."""
         check_has_effect(self._config, has_shares=True)
         if not isinstance(self.planner, Balance):
             self.planner = Balance(self._world.rank, self._world.size, self._config)
@@ -302,9 +303,7 @@ class Stepper:
         return averaged.requests
 
     def _warn_of_changed(self, keys: list[Key], *, are_changed: bool) -> None:
-        """Says once that gradients were clipped, or changed otherwise, before they are averaged, which one device does
-        not do.
-        """
+        """Says once that gradients were clipped, or changed otherwise, before they are averaged."""
         is_clipped = is_any_clipped(self._optimizers.parameters_of(keys))
         if self._has_warned_of_changed or not (is_clipped or are_changed):
             return
@@ -322,9 +321,7 @@ class Stepper:
             )
 
     def _warn_of_stretched_batch(self) -> None:
-        """Says once that a schedule is stepped with each step of El Che, which has several batches: it would be over
-        late, or never.
-        """
+        """Says once that a schedule is stepped once per step of several batches: it would be over late or never."""
         if self._has_warned_of_stretched_batch or not self._has_cadence or not self._optimizers.have_schedule:
             return
         before, self._rates_at = self._rates_at, (self._progress.epoch, self._optimizers.rates)
@@ -460,8 +457,7 @@ class Stepper:
         """Counts the step, clears its gradients, and begins the next one."""
         if self._adopted is not None:
             self._adopt()
-        forget_scaled()
-        forget_clipped()
+        forget_noted()
         self._warn_of_stretched_batch()
         self._is_finished, self._num_stepped = True, self.num_given
         self._progress.add_step(

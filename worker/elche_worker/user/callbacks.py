@@ -60,34 +60,28 @@ class Rank(Protocol):
     @property
     def local_step(self) -> int:
         """Number of batches that this rank has trained."""
-        ...
 
     @property
     def version(self) -> int:
         """Version of the averaged model that it trains on."""
-        ...
 
     @property
     def epoch(self) -> int:
         """Epoch of the batch that this rank has trained last; -1 before its first one. Ranks may be in different
         epochs, also in `after_round`. In an evaluation it is the epoch that is evaluated.
         """
-        ...
 
     @property
     def progress(self) -> Progress:
         """The job's progress, as far as this rank knows it; in `after_round` that of the result, equal on all ranks."""
-        ...
 
     @property
     def state(self) -> Mapping[str, Any]:
         """The objects that the job's `state(model)` has returned, by name."""
-        ...
 
     @property
     def lr(self) -> float:
         """Present learning rate of the first parameter group; NaN for an optimizer that has its own."""
-        ...
 
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate of all parameter groups from the next batch on.
@@ -95,23 +89,18 @@ class Rank(Protocol):
         Raises `Misuse` while a schedule sets the rate of each batch: end it with `set_schedule(None)`, or use
         `set_lr_scale`.
         """
-        ...
 
     def scale_lr(self, factor: float) -> None:
         """Multiplies the learning rate of each parameter group, once. Raises `Misuse` as `set_lr` does."""
-        ...
 
     def set_lr_scale(self, scale: float) -> None:
         """Sets a factor on all learning rates from the next batch on, with or without a schedule; 1 removes it."""
-        ...
 
     def set_schedule(self, schedule: Callable[[Progress], float] | None) -> None:
         """Replaces the job's `schedule` or `scheduler`; with None rates are those of the optimizer, or of `set_lr`."""
-        ...
 
     def set_scheduler(self, scheduler: Callable[[Optimizer], LRScheduler] | None) -> None:
         """Like `set_schedule`, with a function that builds a torch scheduler."""
-        ...
 
 
 _this_rank: Rank | None = None

@@ -20,15 +20,12 @@ class Logger(Protocol):
 
     def begin(self, job: str) -> None:
         """Opens the run of the job; called once, before the first epoch is logged."""
-        ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Logs a finished epoch; `step` counts from 1."""
-        ...
 
     def end(self) -> None:
         """Closes the run at the job's end."""
-        ...
 
 
 @dataclass(slots=True)

@@ -144,9 +144,7 @@ class LearningRates:
             )
 
     def _try(self, rates: list[float], progress: Progress) -> None:
-        """Raises `InvalidJob` if the first rates differ when they are asked for again, as those of a schedule that
-        counts its calls.
-        """
+        """Raises `InvalidJob` if the first rates differ when asked for again, as of a schedule that counts calls."""
         if rates != self._rates(progress):
             raise InvalidJob(
                 "the schedule gives another rate when it is asked for the same batch again, as one that counts its own "
