@@ -1,6 +1,6 @@
 """States as numbers, texts and colours: Prometheus has them as labels, Grafana's timelines want values."""
 
-from look import COLORED, set_to, shows
+import look
 
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
@@ -33,7 +33,7 @@ RANK_STATES = {
 COLORS = JOB_STATES | RANK_STATES
 CODES = {state: number for number, state in enumerate(COLORS, start=1)}
 TEXTS = {str(number): (state, COLORS[state]) for state, number in CODES.items()}
-STATE = set_to(mappings=[one.to_json() for one in shows(TEXTS)], **COLORED)
+STATE = look.set_to(mappings=[one.to_json() for one in look.shows(TEXTS)], **look.COLORED)
 """Properties of a table's column of states."""
 
 assert {*JobPhase, *Outcome} <= JOB_STATES.keys(), "a new state of jobs needs a colour"
