@@ -55,8 +55,8 @@ def run(pads_ms: tuple[float, ...], policy: str, averaging: str, num_batches: in
         "ELCHE_AVERAGING": averaging,
     }
     options = ["--ranks", str(len(pads_ms)), "--device", "cpu", "--policy", policy]
-    _, rounds = elche_run(HERE / "padded.py", *options, environment=environment)
-    return ran(rounds[FIRST_COUNTED:-1])
+    _, record = elche_run(HERE / "padded.py", *options, environment=environment)
+    return ran(record["round_reports"][FIRST_COUNTED:-1])
 
 
 def ran(rounds: list[dict[str, Any]]) -> Ran:

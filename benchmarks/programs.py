@@ -17,8 +17,8 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 def elche_run(
     path: Path | str, *options: str, environment: Mapping[str, str] | None = None
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The result of `elche run` of a file, and the reports of its rounds. Raises `SystemExit` when it fails."""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The result of `elche run` of a file, and its record. Raises `SystemExit` when it fails."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         command = [sys.executable, "-m", "elche_client", "run", str(path), *options, "--json", "--out", str(out)]
@@ -27,7 +27,7 @@ def elche_run(
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
         record = json.loads((out / "record.json").read_text())
-    return json.loads(done.stdout.splitlines()[-1]), record["round_reports"]
+    return json.loads(done.stdout.splitlines()[-1]), record
 
 
 def start_coordinator(folder: Path, *options: str, listen: str = "127.0.0.1:0") -> "tuple[subprocess.Popen[str], str]":

@@ -27,8 +27,8 @@ def train(model: str, way: list[str], options: argparse.Namespace, seed: int) ->
     """One run; its result with the median time of an averaging."""
     environment = {"ELCHE_MODEL": model, "ELCHE_FULL": str(int(options.full)), "ELCHE_SCALE": str(options.scale)}
     path = HERE / "reference_models.py"
-    result, rounds = elche_run(path, *way, "--seed", str(seed), "--no-logs", environment=environment)
-    averagings = [one["sync_ms"] for one in rounds if one["sync_ms"]]
+    result, record = elche_run(path, *way, "--seed", str(seed), "--no-logs", environment=environment)
+    averagings = [one["sync_ms"] for one in record["round_reports"] if one["sync_ms"]]
     return {**result, "sync_ms": statistics.median(averagings) if averagings else 0.0}
 
 

@@ -50,9 +50,9 @@ job = TrainingJob(
 
 
 def main() -> None:
-    result, rounds = elche_run(__file__, "--ranks", "1", "--device", "cpu")
+    result, record = elche_run(__file__, "--ranks", "1", "--device", "cpu")
     (rank,) = result["ranks"]
-    first = next(report for report in rounds if report["samples"])
+    first = next(report for report in record["round_reports"] if report["samples"])
     busy_s = (rank["ms_per_batch"] * rank["batches"] - first["rank_compute_ms"][0]) / 1000 + rank["waited_s"]
     total_s = result["duration_s"] - first["duration_s"]
     print(json.dumps({"batches": rank["batches"], "total_s": total_s, "starved_fraction": 1 - busy_s / total_s}))

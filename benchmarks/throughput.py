@@ -30,7 +30,9 @@ def run(*, num_batches: int, swap: bool, policy: str) -> tuple[dict[str, Any], l
         if swap:
             # The file is there from the start; its pads are reversed once it is this old (process start included).
             environment |= {"ELCHE_SWAP_FILE": file.name, "ELCHE_SWAP_AT_S": str(SWAP_AFTER_ROUNDS_S + 8)}
-        return elche_run(HERE / "padded.py", "--ranks", "2", "--policy", policy, environment=environment)
+        options = ["--ranks", "2", "--policy", policy]
+        result, record = elche_run(HERE / "padded.py", *options, environment=environment)
+    return result, record["round_reports"]
 
 
 def fraction_after_swap(rounds: list[dict[str, Any]]) -> float:
