@@ -95,14 +95,14 @@ class Site:
         self.folder = folder
         self._coordinator, self.address = start_coordinator(folder)
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
-        for host in HOSTS:
-            self.start_worker(host)
+        self.start_workers(*HOSTS)
 
     def start_coordinator(self) -> None:
         self._coordinator, _ = start_coordinator(self.folder, listen=self.address)
 
-    def start_worker(self, host: int) -> None:
-        self._workers[host] = start_agent(self.folder, self.address, "cpu", name=f"work-{host}")
+    def start_workers(self, *hosts: int) -> None:
+        for host in hosts:
+            self._workers[host] = start_agent(self.folder, self.address, "cpu", name=f"work-{host}")
 
     def stop_coordinator(self) -> None:
         self._coordinator.terminate()
@@ -137,7 +137,7 @@ def restart_coordinator(site: Site) -> None:
 
 def restart_worker(site: Site) -> None:
     site.stop_workers(1)
-    site.start_worker(1)
+    site.start_workers(1)
 
 
 def compose_up(site: Site) -> None:
@@ -145,16 +145,14 @@ def compose_up(site: Site) -> None:
     site.stop_coordinator()
     site.stop_workers(*HOSTS)
     site.start_coordinator()
-    for host in HOSTS:
-        site.start_worker(host)
+    site.start_workers(*HOSTS)
 
 
 def compose_down_and_up(site: Site) -> None:
     site.stop_workers(*HOSTS)
     site.stop_coordinator()
     site.start_coordinator()
-    for host in HOSTS:
-        site.start_worker(host)
+    site.start_workers(*HOSTS)
 
 
 def reboot_of_coordinator_and_worker(site: Site) -> None:
@@ -163,19 +161,19 @@ def reboot_of_coordinator_and_worker(site: Site) -> None:
     site.stop_workers(1)
     time.sleep(AWAY_S)
     site.start_coordinator()
-    site.start_worker(1)
+    site.start_workers(1)
 
 
 def crash_of_a_host(site: Site) -> None:
     site.signal_all_of(1, signal.SIGKILL)
     time.sleep(AWAY_S)
-    site.start_worker(1)
+    site.start_workers(1)
 
 
 def requeue(site: Site) -> None:
     site.signal_all_of(1, signal.SIGTERM)
     time.sleep(AWAY_S)
-    site.start_worker(1)
+    site.start_workers(1)
 
 
 def crash_of_all(site: Site) -> None:
@@ -184,8 +182,7 @@ def crash_of_all(site: Site) -> None:
         site.signal_all_of(host, signal.SIGKILL)
     time.sleep(AWAY_S)
     site.start_coordinator()
-    for host in HOSTS:
-        site.start_worker(host)
+    site.start_workers(*HOSTS)
 
 
 HOSTS = (0, 1)

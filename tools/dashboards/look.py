@@ -73,9 +73,8 @@ def thresholds(steps: Steps) -> dashboard.ThresholdsConfig:
     return dashboard.ThresholdsConfig().mode(mode).steps([models.Threshold(value, color) for value, color in steps])
 
 
-def color(mode: models.FieldColorModeId, fixed: str | None = None) -> dashboard.FieldColor:
-    chosen = dashboard.FieldColor().mode(mode)
-    return chosen.fixed_color(fixed) if fixed else chosen
+def color(mode: models.FieldColorModeId) -> dashboard.FieldColor:
+    return dashboard.FieldColor().mode(mode)
 
 
 def set_to(**properties: Any) -> list[models.DynamicConfigValue]:
@@ -199,10 +198,10 @@ def stacked(panel: timeseries.Panel) -> timeseries.Panel:
     )
 
 
-def bars(title: str, text: str, *queries: Query, unit: str, steps: Steps = ((None, GOOD),)) -> bargauge.Panel:
+def bars(title: str, text: str, *queries: Query, unit: str) -> bargauge.Panel:
     """Lying bars, one per series."""
     panel = (
-        framed(bargauge.Panel(), title, text, queries, unit, steps)
+        framed(bargauge.Panel(), title, text, queries, unit, ((None, GOOD),))
         .color_scheme(color(models.FieldColorModeId.THRESHOLDS))
         .display_mode(shapes.BarGaugeDisplayMode.BASIC)
         .orientation(shapes.VizOrientation.HORIZONTAL)
