@@ -20,10 +20,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from programs import free_port
 
 import elche_audit
 from elche.errors import ElcheError
@@ -169,8 +171,7 @@ class World:
         self.dice = random.Random(seed)
         self.folder = folder
         self._mark = f"{os.getpid()}-{seed}"
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._undo: list[tuple[float, Callable[[], object]]] = []
         """What ends a fault, and when."""
@@ -193,14 +194,16 @@ class World:
         with (self.folder / f"{name}.log").open("ab") as log:
             self._daemons[name] = subprocess.Popen([sys.executable, "-m", *own], stdout=log, stderr=log, env=env)
 
-    def ranks(self) -> list[int]:
-        """Process ids of living ranks."""
-        found = []
+    def _processes(self) -> Iterator[tuple[int, bytes]]:
+        """Process id and command line of each process of this seed."""
         for place in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 if f"{MARK}={self._mark}".encode() in (place / "environ").read_bytes().split(b"\0"):
-                    found += [int(place.name)] * (place / "cmdline").read_bytes().startswith(b"elche rank")
-        return sorted(found)
+                    yield int(place.name), (place / "cmdline").read_bytes()
+
+    def ranks(self) -> list[int]:
+        """Process ids of living ranks."""
+        return sorted(pid for pid, command in self._processes() if command.startswith(b"elche rank"))
 
     def end_due(self, now_s: float) -> None:
         """Ends the faults that have lasted long enough."""
@@ -283,10 +286,9 @@ class World:
     def close(self) -> None:
         for one in self._proxies.values():
             one.close()
-        for place in Path("/proc").glob("[0-9]*"):
+        for pid, _ in self._processes():
             with suppress(OSError):
-                if f"{MARK}={self._mark}".encode() in (place / "environ").read_bytes().split(b"\0"):
-                    os.kill(int(place.name), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
 
 
 def settings(dice: random.Random) -> dict[str, Any]:

@@ -22,14 +22,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor, nn
+from padded import BATCH_SIZE, NUM_CLASSES, NUM_FEATURES, build_model, build_optimizer, wait_until
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-BATCH_SIZE = 64
-NUM_FEATURES = 32
-NUM_CLASSES = 10
-SPIN_S = 0.0003
 NUM_ALONE_BATCHES = 100
 NUM_SETTLING_ROUNDS = 3
 MIN_TIMED_ROUNDS = 10
@@ -61,8 +58,8 @@ class PaddedRank:
         torch.manual_seed(0)
         self.rank = rank
         self.pad_ms = pad_ms
-        self.model = nn.Sequential(nn.Linear(NUM_FEATURES, 64), nn.ReLU(), nn.Linear(64, NUM_CLASSES))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.model = build_model()
+        self.optimizer = build_optimizer(self.model)
         self.inputs = torch.randn(BATCH_SIZE, NUM_FEATURES)
         self.labels = torch.randint(NUM_CLASSES, (BATCH_SIZE,))
 
@@ -95,13 +92,6 @@ class PaddedRank:
     def average_parameters(self, weight_fraction: float) -> None:
         parameters = list(self.model.parameters())
         vector_to_parameters(all_reduced(parameters_to_vector(parameters) * weight_fraction), parameters)
-
-
-def wait_until(end_s: float) -> None:
-    """Sleeps, but not to the end: the kernel wakes a sleeper late."""
-    time.sleep(max(0.0, end_s - SPIN_S - time.perf_counter()))
-    while time.perf_counter() < end_s:
-        pass
 
 
 def all_reduced(values: Tensor) -> Tensor:

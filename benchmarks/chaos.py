@@ -1,6 +1,6 @@
 """Kills ranks at random moments, and measures what that costs: trains once in peace, then the same again under fire.
 
-Runs `elche run` on this file; a batch is a sleep. Every few seconds a rank that trains gets SIGKILL, while another one
+A batch is a sleep (noted.py). Every few seconds a rank that trains gets SIGKILL, while another one
 trains. Prints a JSON object.
 
     python benchmarks/chaos.py                                     # four ranks, a minute, a kill each 5 s: 3 minutes
@@ -16,47 +16,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 
-import torch
-from torch import nn
+import noted
+from programs import spread
 
 import elche_audit
-from elche.v1 import job_pb2
-from elche_worker import TrainingJob
 
-BATCH_SIZE = 16
 BATCHES_PER_EPOCH = 100
 ALIVE_S = 2.0
 """A rank trains when it has made a batch within this time."""
 SETTLED_S = 1.0
 """How long after the replacement's first batch a gap of the others is still counted to the kill."""
-
-NOTES = os.environ.get("CHAOS_NOTES", "")
-RANK = os.environ.get("ELCHE_RANK", "")
-BATCH_S = float(os.environ.get("CHAOS_BATCH_S", "0"))
-
-
-def train_step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    time.sleep(BATCH_S)
-    with open(f"{NOTES}/rank-{RANK}", "a") as notes:
-        notes.write(f"{os.getpid()} {time.monotonic()}\n")
-    return model(batch).square().mean()
-
-
-job = TrainingJob(
-    model=lambda: nn.Linear(8, 1),
-    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.001),
-    dataset=lambda: torch.randn(BATCHES_PER_EPOCH * BATCH_SIZE, 8, generator=torch.Generator().manual_seed(0)),
-    train_step=train_step,
-    batch_size=BATCH_SIZE,
-    epochs=1,
-)
 
 
 @dataclass
@@ -76,19 +49,9 @@ class Run:
     result: dict[str, object] = field(default_factory=dict)
     kills: list[Kill] = field(default_factory=list)
 
-    def batches(self, rank: int) -> list[tuple[int, float]]:
-        """(process id, time in s) of each batch of a rank, in order."""
-        path = self.folder / f"rank-{rank}"
-        if not path.exists():
-            return []
-        rows = [line.split() for line in path.read_text().splitlines()]
-        made = [(int(pid), float(at_s)) for pid, at_s in rows]
-        first = {pid: (pid, at_s) for pid, at_s in reversed(made) if pid != made[0][0]}
-        return [one for one in made if one != first.get(one[0])]  # the first batch of who joins is on trial
-
     def training(self, ranks: int) -> dict[int, int]:
         """The process of each rank that trains now."""
-        last = {rank: self.batches(rank)[-1:] for rank in range(ranks)}
+        last = {rank: noted.batches(self.folder, rank)[-1:] for rank in range(ranks)}
         now_s = time.monotonic()
         return {rank: one[0][0] for rank, one in last.items() if one and now_s - one[0][1] < ALIVE_S}
 
@@ -98,11 +61,12 @@ def run(folder: Path, options: argparse.Namespace, *, kills: bool) -> Run:
     folder.mkdir()
     one = Run(folder)
     batches = options.ranks * options.seconds / (options.batch_ms / 1000)
-    command = [sys.executable, "-m", "elche_client", "run", __file__, "--json", "--out", str(folder / "out")]
+    command = [sys.executable, "-m", "elche_client", "run", noted.__file__, "--json", "--out", str(folder / "out")]
     command += ["--ranks", str(options.ranks), "--device", "cpu", "--no-logs", "--audit", "true"]
     command += ["--epochs", str(max(1, round(batches / BATCHES_PER_EPOCH)))]
     command += ["--policy", options.policy, "--averaging", options.averaging, "--backend", options.backend]
-    command += ["--env", f"CHAOS_NOTES={folder}", "--env", f"CHAOS_BATCH_S={options.batch_ms / 1000}"]
+    variables = noted.environment(folder, options.batch_ms / 1000, BATCHES_PER_EPOCH)
+    command += [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
     with (folder / "said").open("w") as said, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said) as process:
         if kills:
             strike(one, options, process)
@@ -135,41 +99,14 @@ def strike(one: Run, options: argparse.Namespace, process: "subprocess.Popen[byt
 
 def back_after_s(one: Run, kill: Kill) -> float | None:
     """From a kill to the first batch of the rank's next process."""
-    later = [at_s for pid, at_s in one.batches(kill.rank) if at_s > kill.at_s and pid != kill.pid]
+    later = [at_s for pid, at_s in noted.batches(one.folder, kill.rank) if at_s > kill.at_s and pid != kill.pid]
     return later[0] - kill.at_s if later else None
 
 
 def longest_gap_s(one: Run, kill: Kill, ranks: int) -> float:
-    """Of the survivors: the longest time between two batches, from the kill until the replacement has settled."""
+    """Of the survivors, from the kill until the replacement has settled."""
     until_s = kill.at_s + (back_after_s(one, kill) or 0.0) + SETTLED_S
-    gaps = [
-        after_s - before_s
-        for rank in range(ranks)
-        for (pid, before_s), (other, after_s) in pairwise(one.batches(rank))
-        if pid == other and pid != kill.pid and after_s > kill.at_s and before_s < until_s
-    ]
-    return max(gaps, default=0.0)
-
-
-def is_exact(one: Run) -> bool:
-    """Whether every sample of every epoch is in the committed rounds once."""
-    message = job_pb2.JobSpec()
-    message.ParseFromString((one.folder / "out" / "cadence.binpb").read_bytes())
-    seen = Counter(
-        (part.epoch, position)
-        for recorded in message.replay
-        for rank in recorded.parts
-        for part in rank.slices
-        for position in range(part.offset, part.offset + part.size)
-    )
-    committed = one.result["committed_samples"]
-    size = BATCHES_PER_EPOCH * BATCH_SIZE
-    return (
-        isinstance(committed, list)
-        and set(committed) == {size}
-        and len(seen) == sum(committed)
-        and set(seen.values()) == {1}
-    )
+    return noted.longest_gap_s(one.folder, range(ranks), kill.pid, kill.at_s, until_s)
 
 
 def audited(one: Run) -> dict[str, object]:
@@ -180,14 +117,9 @@ def audited(one: Run) -> dict[str, object]:
     return {**{name: told[name] for name in ("verdict", "violations", "missing")}, "thrown_samples": thrown}
 
 
-def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Median and worst, in s."""
-    return {"median_s": round(median(values), 3), "worst_s": round(max(values), 3)} if values else None
-
-
 def trained_s(one: Run, ranks: int) -> float:
     """From the first batch to the last."""
-    times = [at_s for rank in range(ranks) for _, at_s in one.batches(rank)]
+    times = [at_s for rank in range(ranks) for _, at_s in noted.batches(one.folder, rank)]
     return max(times) - min(times)
 
 
@@ -207,19 +139,17 @@ def main() -> None:
         fire = run(Path(folder) / "fire", options, kills=True)
         ranks = options.ranks
         back = [back_after_s(fire, kill) for kill in fire.kills]
-        starts = sum(len({pid for pid, _ in fire.batches(rank)}) for rank in range(ranks))
+        starts = sum(len({pid for pid, _ in noted.batches(fire.folder, rank)}) for rank in range(ranks))
         undisturbed = [after - before for rank in range(ranks)
-                       for (_, before), (_, after) in pairwise(peace.batches(rank))]  # fmt: skip
+                       for (_, before), (_, after) in pairwise(noted.batches(peace.folder, rank))]  # fmt: skip
         figures = {
             "state": fire.result["state"],
             "error": fire.result.get("error", ""),
-            "samples_exact": is_exact(fire) if fire.result["state"] == "succeeded" else None,
             "audit": audited(fire),
             "kills": len(fire.kills),
             "gap_of_survivors": spread([longest_gap_s(fire, kill, ranks) for kill in fire.kills]),
             "gap_in_peace": spread(undisturbed),
-            "replacement_trains_after": spread([one for one in back if one is not None]),
-            "never_replaced": back.count(None),
+            "replacement_trains_after": spread(back),
             "started_again_beside_the_killed": starts - ranks - (len(back) - back.count(None)),
             "speed_relative_to_peace": round(trained_s(peace, ranks) / trained_s(fire, ranks), 3),
             "rounds": [peace.result["rounds"], fire.result["rounds"]],

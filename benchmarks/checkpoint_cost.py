@@ -8,13 +8,11 @@ The device is slept out (20 ms a batch), as beside a GPU: what is measured is wh
 import argparse
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import torch
+from programs import elche_run
 from torch import nn
 
 from elche_worker import TrainingJob
@@ -50,12 +48,7 @@ job = TrainingJob(
 
 def samples_per_s(minutes: str) -> tuple[float, int]:
     """Throughput of one run, and how many checkpoints it kept."""
-    elche = Path(sys.executable).parent / "elche"
-    with tempfile.TemporaryDirectory() as folder:
-        command = [elche, "run", __file__, "--ranks", "1", "--device", "cpu", "--json", "--out", f"{folder}/out"]
-        command += ["--checkpoint-every-minutes", minutes]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
-    result = json.loads(done.stdout)
+    result, _ = elche_run(__file__, "--ranks", "1", "--device", "cpu", "--checkpoint-every-minutes", minutes)
     return float(result["samples_per_s"]), len(result["checkpoints"])
 
 

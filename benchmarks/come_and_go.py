@@ -12,15 +12,14 @@ again, since something else was done meanwhile. Prints a JSON object, with the a
 
 import argparse
 import json
-import os
-import signal
 import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from fifty_kills import EXAMPLE, Service
+from fifty_kills import EXAMPLE
+from programs import end, spread, start_agent, start_coordinator
 
 from elche_client import Client
 
@@ -48,10 +47,6 @@ job = TrainingJob(**{**vars(job), "train_step": slowly, "optimizer": built})
 """
 BATCH_S = 0.06
 BATCHES_PER_EPOCH = 450
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median_s": round(median(values), 2), "worst_s": round(max(values), 2)} if values else {}
 
 
 class Life:
@@ -85,12 +80,8 @@ def main() -> None:
         notes.mkdir()
         path = folder / "digits.py"
         path.write_text(EXAMPLE.read_text() + JOB)
-        data = ["--http", "off", "--data", str(folder / "data")]
-        coordinator = Service("coordinator", folder, "elche_coordinator", "--listen", "127.0.0.1:0", *data)
-        assert coordinator.process.stdout is not None
-        address = coordinator.process.stdout.readline().split()[-1]
-        work = ["--coordinator", address, "--work-dir", str(folder / "work")]
-        steady = Service("steady", folder, "elche_worker.agent", *work, "--devices", "cpu,cpu")
+        coordinator, address = start_coordinator(folder)
+        steady = start_agent(folder, address, "cpu,cpu", name="steady")
         left_s = []
         try:
             handle = Client(address).submit(
@@ -100,19 +91,17 @@ def main() -> None:
             while len(list(notes.iterdir())) < 2:
                 time.sleep(0.1)
             for _ in range(options.cycles):
-                coming = Service("coming", folder, "elche_worker.agent", *work, "--devices", "cpu")
+                coming = start_agent(folder, address, "cpu", name="coming")
                 before = set(notes.iterdir())
                 while not (new := set(notes.iterdir()) - before):
                     time.sleep(0.02)
                 time.sleep(STAYS_S)
                 left_s.append((int(next(iter(new)).name), time.monotonic()))
-                coming.process.send_signal(signal.SIGTERM)
-                coming.process.wait()
+                coming.terminate()
+                coming.wait()
             result = handle.result()
         finally:
-            for service in (steady, coordinator):
-                os.kill(service.process.pid, signal.SIGKILL)
-                service.process.wait()
+            end(steady, coordinator)
         lives = {int(one.name): Life(one) for one in notes.iterdir()}
         for pid, _ in left_s:
             lives[pid].joined()

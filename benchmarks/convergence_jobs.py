@@ -1,13 +1,10 @@
-"""The jobs of convergence.py: handwritten digits, and Python's standard library as text, byte by byte, by a causal
-convolution ("text") and by a small transformer.
+"""Jobs of virtual_convergence.py, which `elche run` takes too: handwritten digits, and Python's standard library as
+text, byte by byte, by a causal convolution ("text") and by a small transformer.
 
 ELCHE_TASK   "digits", "text", "transformer", or "muon", which is the transformer with that optimizer
-ELCHE_FOLD   which fifth of the digits is held out, 0 to 4
 ELCHE_RATE   factor on the learning rate, by default 1
-ELCHE_WAY    fields of `TrainingJob` as a JSON object; "nesterov" in it is [lr, momentum] of the outer optimizer
 """
 
-import json
 import math
 import os
 import sysconfig
@@ -15,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -25,12 +21,11 @@ from torch.nn.functional import cross_entropy, pad
 from torch.utils.data import TensorDataset
 
 from elche_worker import Progress, TrainingJob
-from elche_worker.outer import Nesterov
 
 TASK = os.environ.get("ELCHE_TASK", "digits")
-FOLD = int(os.environ.get("ELCHE_FOLD", "0"))
+FOLD = 0
+"""The fifth of the digits that is held out, from 0 to 4."""
 RATE = float(os.environ.get("ELCHE_RATE", "1"))
-WAY = json.loads(os.environ.get("ELCHE_WAY", "{}"))
 
 NUM_COPIES = 20
 DIGITS_WIDTH = 24
@@ -196,13 +191,6 @@ def warm_up_and_decay(num_batches: int) -> Callable[[Progress], float]:
     return lambda now: min(1.0, (now.step + 1) / (0.02 * num_batches), max(0.0, 1 - now.step / num_batches))
 
 
-def way() -> dict[str, Any]:
-    fields = dict(WAY)
-    if nesterov := fields.pop("nesterov", None):
-        fields["outer_optimizer"] = Nesterov(lr=nesterov[0], momentum=nesterov[1])
-    return fields
-
-
 def digits_job(length: float = 1.0) -> TrainingJob:
     """`length`: how many times the usual number of samples."""
     num_copies = round(NUM_COPIES * length)
@@ -216,7 +204,6 @@ def digits_job(length: float = 1.0) -> TrainingJob:
         schedule=warm_up_and_decay(num_batches),
         batch_size=DIGITS_BATCH_SIZE,
         epochs=DIGITS_EPOCHS,
-        **way(),
     )
 
 
@@ -231,7 +218,6 @@ def _of_text(model: Callable[[], nn.Module], rate: float, batch_size: int, num_b
         max_grad_norm=1.0,
         batch_size=batch_size,
         epochs=1,
-        **way(),
     )
 
 

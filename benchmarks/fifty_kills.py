@@ -13,12 +13,15 @@ by elche. An agent takes its ranks with it, so a job may go back to its newest c
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from programs import end, start_agent, start_coordinator
 
 import elche_audit
 from elche_client import Client
@@ -46,15 +49,11 @@ WHAT = "rank,rank,rank,agent,coordinator"
 class Service:
     """A process that is started again after it was killed."""
 
-    def __init__(self, name: str, folder: Path, *arguments: str) -> None:
-        self._name, self._folder, self._arguments = name, folder, arguments
-        self.start()
-
-    def start(self) -> None:
-        with (self._folder / f"{self._name}.log").open("a") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", *self._arguments], stdout=subprocess.PIPE, stderr=log, text=True
-            )
+    def __init__(
+        self, start: "Callable[[], subprocess.Popen[Any]]", first: "subprocess.Popen[Any] | None" = None
+    ) -> None:
+        self.start = start
+        self.process = first or start()
 
 
 def keep_running(services: Sequence[Service], is_over: threading.Event) -> None:
@@ -63,7 +62,7 @@ def keep_running(services: Sequence[Service], is_over: threading.Event) -> None:
         for service in services:
             if service.process.poll() is not None:
                 time.sleep(DOWN_S)
-                service.start()
+                service.process = service.start()
 
 
 def main() -> None:
@@ -85,13 +84,9 @@ def main() -> None:
         folder = Path(name)
         path = folder / "digits.py"
         path.write_text(EXAMPLE.read_text() + JOB)
-        data = ["--http", "127.0.0.1:0", "--data", str(folder / "data"), "--allow-chaos"]
-        coordinator = Service("coordinator", folder, "elche_coordinator", "--listen", "127.0.0.1:0", *data)
-        assert coordinator.process.stdout is not None
-        address = coordinator.process.stdout.readline().split()[-1]
-        coordinator._arguments = ("elche_coordinator", "--listen", address, *data)
-        work = ["--coordinator", address, "--devices", devices, "--work-dir", str(folder / "work")]
-        agents = [Service(f"agent-{index}", folder, "elche_worker.agent", *work) for index in range(2)]
+        first, address = start_coordinator(folder, "--allow-chaos")
+        coordinator = Service(lambda: start_coordinator(folder, "--allow-chaos", listen=address)[0], first)
+        agents = [Service(partial(start_agent, folder, address, devices)) for _ in range(2)]
         keeping = threading.Thread(target=keep_running, args=([*agents, coordinator], is_over))
         keeping.start()
         try:
@@ -117,9 +112,7 @@ def main() -> None:
         finally:
             is_over.set()
             keeping.join()
-            for service in (*agents, coordinator):
-                service.process.kill()
-                service.process.wait()
+            end(*(service.process for service in (*agents, coordinator)))
         verdict = elche_audit.judge(folder / "out")
         figures = {
             **chaos.report(),

@@ -13,7 +13,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 from gpu_models import WORKLOADS, train_step
+from programs import elche_run
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -149,26 +149,22 @@ class Bench:
 
     def child(self, *arguments: str, kind: str = "resident", **env: str) -> float:
         command = [sys.executable, __file__, *arguments, "--device", self.device]
-        return float(self._run(command, kind, **env).splitlines()[-1])
+        done = subprocess.run(command, capture_output=True, text=True, env=_environment(kind, **env), check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+        return float(done.stdout.splitlines()[-1])
 
     def job(self, *more: str, ranks: int = 1, **env: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The result, and the rounds after the second, of a job on the device."""
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "out"
-            command = [sys.executable, "-m", "elche_client", "run", __file__, "--ranks", str(ranks), "--json"]
-            command += ["--device", self.device, "--out", str(out), *more]
-            result = json.loads(self._run(command, "resident", **env).splitlines()[-1])
-            record = json.loads((out / "record.json").read_text())
+        options = ["--ranks", str(ranks), "--device", self.device, *more]
+        result, record = elche_run(__file__, *options, environment=_environment("resident", **env))
         result["epochs_s"] = [one["duration_s"] for one in record["epoch_reports"]]
         return result, record["round_reports"][2:]
 
-    def _run(self, command: list[str], kind: str, **more: str) -> str:
-        small = "1" if IS_SMALL else "0"
-        env = {**os.environ, "ELCHE_BENCH_KIND": kind, "ELCHE_BENCH_SMALL": small, "OMP_NUM_THREADS": "1", **more}
-        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-        return done.stdout
+
+def _environment(kind: str, **more: str) -> dict[str, str]:
+    small = "1" if IS_SMALL else "0"
+    return {**os.environ, "ELCHE_BENCH_KIND": kind, "ELCHE_BENCH_SMALL": small, "OMP_NUM_THREADS": "1", **more}
 
 
 def measure_loop(bench: Bench) -> None:

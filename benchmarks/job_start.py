@@ -13,6 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from programs import end, start_agent, start_coordinator
+
 from elche_client import Client
 from elche_client.events import RoundReport
 
@@ -58,27 +60,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.py"
         path.write_text(JOB, encoding="utf-8")
-        arguments = [
-            "--listen",
-            "127.0.0.1:0",
-            "--http",
-            "127.0.0.1:0",
-            "--data",
-            f"{folder}/data",
-            "--exit-with-stdin",
-        ]
-        pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        with subprocess.Popen(
-            [sys.executable, "-m", "elche_coordinator", *arguments], stdout=subprocess.PIPE, text=True, **pipes
-        ) as coordinator:
-            address = coordinator.stdout.readline().split()[-1]
-            arguments = ["--coordinator", address, "--devices", "cpu,cpu", "--work-dir", folder, "--exit-with-stdin"]
-            with (
-                subprocess.Popen([sys.executable, "-m", "elche_worker.agent", *arguments], **pipes),
-                Client(address, token="") as client,
-            ):
+        coordinator, address = start_coordinator(Path(folder))
+        agent = start_agent(Path(folder), address, "cpu,cpu")
+        try:
+            with Client(address, token="") as client:
                 start(client, path)
                 pairs = [(start(client, path), fresh()) for _ in range(options.pairs)]
+        finally:
+            agent.terminate()
+            agent.wait()
+            end(coordinator)
     starts, imports = zip(*pairs, strict=True)
     print(f"to the first round: {statistics.median(starts):.2f} s ({min(starts):.2f} to {max(starts):.2f})")
     print(f"only the imports of two fresh processes: {statistics.median(imports):.2f} s, {len(pairs)} pairs")

@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
 import signal
 import subprocess
 import sys
@@ -29,14 +28,13 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 from played_ranks import Course, World, attended, over_the_wire, play
+from programs import processor_s, resident_bytes
 
 from elche.settings import BLOCKING_ANCHOR, OVERLAPPED_ANCHOR, AgreedSettings
 from elche_client import Client
 
 BATCH_SIZE = 64
 FASTEST_S, SLOWEST_S = 0.25, 1.0
-TICKS = os.sysconf("SC_CLK_TCK")
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 PROBE_EVERY_S = 0.05
 START_LIMIT_S = 300.0
 DEATHS_PER_MINUTE = 0.01
@@ -93,12 +91,11 @@ class Coordinator:
     @property
     def processor_s(self) -> float:
         """User and system time so far."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS
+        return processor_s(self.process.pid)
 
     @property
     def resident_bytes(self) -> int:
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * PAGE_BYTES
+        return resident_bytes(self.process.pid)
 
 
 def settings_of(overlaps: bool) -> AgreedSettings:

@@ -14,11 +14,11 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import torch
+from padded import wait_until
+from programs import elche_run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,8 +29,6 @@ BATCH_SIZE = 64
 NUM_BATCHES = int(os.environ.get("ELCHE_BATCHES", "400"))
 WAITS_MS = float(os.environ.get("ELCHE_WAITS_MS", "0"))
 """How long the host waits for the device in each batch; 0: it computes itself."""
-SPIN_S = 0.0003
-"""The end of a wait that is not slept, because the kernel wakes a sleeper late."""
 
 
 def build_dataset() -> TensorDataset:
@@ -55,9 +53,7 @@ def train_step(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     end_s = time.perf_counter() + WAITS_MS / 1000
     inputs, labels = batch
     if WAITS_MS:
-        time.sleep(max(0.0, end_s - time.perf_counter() - SPIN_S))
-        while time.perf_counter() < end_s:
-            pass
+        wait_until(end_s)
     return nn.functional.cross_entropy(model(inputs), labels)
 
 
@@ -87,11 +83,8 @@ def bare_ms() -> float:
 
 def elche_ms(*more: str) -> float:
     """Milliseconds per batch of one rank, rounds and reports included."""
-    elche = Path(sys.executable).parent / "elche"
-    with tempfile.TemporaryDirectory() as folder:
-        command = [elche, "run", __file__, "--ranks", "1", "--device", "cpu", "--json", "--out", f"{folder}/out", *more]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
-    return float(json.loads(done.stdout)["duration_s"]) / NUM_BATCHES * 1000
+    result, _ = elche_run(__file__, "--ranks", "1", "--device", "cpu", *more)
+    return float(result["duration_s"]) / NUM_BATCHES * 1000
 
 
 def main() -> None:

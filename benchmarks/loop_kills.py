@@ -13,15 +13,15 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from statistics import median
 from typing import Any
+
+from programs import end, free_port, spread, start_coordinator
 
 from elche_client import Client
 
@@ -35,37 +35,12 @@ SPACING_S = 3.0
 DOWN_S = 1.0
 
 
-class Coordinator:
-    """The coordinator of one loop."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
-        self.start()
-
-    def start(self) -> None:
-        arguments = ["--listen", self.address, "--http", "off", "--data", str(self._folder / "data")]
-        with (self._folder / "coordinator.log").open("a") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "elche_coordinator", *arguments], stdout=subprocess.PIPE, stderr=log
-            )
-        assert self.process.stdout is not None
-        self.process.stdout.readline()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
 def live(folder: Path, dice: random.Random, el_che: int, num_kills: int) -> dict[str, Any]:
     """One loop, under fire until one rank is left; what was killed, and what the others said at their end."""
-    coordinator = Coordinator(folder)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    coordinator, address = start_coordinator(folder)
     shared = {
-        "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-        "ELCHE_COORDINATOR": coordinator.address, "LOOP_NOTES": str(folder), "LOOP_EPOCHS": str(EPOCHS),
+        "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1",
+        "ELCHE_COORDINATOR": address, "LOOP_NOTES": str(folder), "LOOP_EPOCHS": str(EPOCHS),
         "LOOP_SLEEP_S": str(SLEEP_S), "LOOP_EL_CHE": str(el_che),
         "LOOP_SAMPLES": str(SAMPLES * max(1, 3 * el_che)),
     }  # fmt: skip
@@ -89,17 +64,15 @@ def live(folder: Path, dice: random.Random, el_che: int, num_kills: int) -> dict
                     victim.send_signal(signal.SIGKILL)
                     killed["rank"] += 1
             else:
-                coordinator.kill()
+                end(coordinator)
                 killed["coordinator"] += 1
                 time.sleep(DOWN_S)
-                coordinator.start()
+                coordinator, _ = start_coordinator(folder, listen=address)
         codes = [rank.wait(120) for rank in ranks]
-        (job,) = Client(coordinator.address).jobs()
+        (job,) = Client(address).jobs()
         state = str(job.state)
     finally:
-        for rank in ranks:
-            rank.kill()
-        coordinator.kill()
+        end(*ranks, coordinator)
     texts = [(folder / f"log-{rank}").read_text() for rank in range(RANKS)]
     told = [json.loads(line) for text in texts for line in text.splitlines() if line.startswith("{")]
     is_exact = bool(told) and all(one["counts"] == [float(EPOCHS)] for one in told)
@@ -128,7 +101,7 @@ def main() -> None:
         "kills": dict(killed),
         "states": dict(Counter(one["state"] for one in lives)),
         "samples_exact": all(one["is_exact"] for one in lives),
-        "longest_gap_of_survivors": {"median_s": round(median(gaps), 2), "worst_s": round(max(gaps), 2)},
+        "longest_gap_of_survivors": spread(gaps),
     }
     print(json.dumps(figures))
 

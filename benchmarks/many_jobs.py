@@ -9,41 +9,17 @@ over when a client's first question is answered. Prints a JSON object for each n
 
 import argparse
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
+
+from programs import end, processor_s, resident_bytes, start_coordinator
 
 from elche_client import Client
 
 IDLE_S = 10.0
 """Seconds for which the coordinator has nothing to do but to look at its jobs."""
 SOURCE = "# {number}\nprint()\n" + "# a line of the user's file\n" * 300
-TICKS = os.sysconf("SC_CLK_TCK")
-
-
-def start(folder: Path) -> "tuple[subprocess.Popen[str], Client]":
-    """A coordinator on the folder, and a client of it."""
-    command = [sys.executable, "-m", "elche_coordinator", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"]
-    with (folder / "log").open("a") as log:
-        process = subprocess.Popen(
-            [*command, "--data", str(folder / "data")], stdout=subprocess.PIPE, stderr=log, text=True
-        )
-    assert process.stdout is not None
-    return process, Client(process.stdout.readline().split()[-1])
-
-
-def processor_s(pid: int) -> float:
-    """User and system time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
-
-
-def resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def size_of(folder: Path) -> int:
@@ -54,7 +30,8 @@ def measure(num_jobs: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = folder / "job.py"
-        coordinator, client = start(folder)
+        coordinator, address = start_coordinator(folder)
+        client = Client(address)
         before_s, before_bytes = processor_s(coordinator.pid), resident_bytes(coordinator.pid)
         for number in range(num_jobs):
             path.write_text(SOURCE.format(number=number % 100))  # a hundred files, each submitted again and again
@@ -67,11 +44,10 @@ def measure(num_jobs: int) -> dict[str, object]:
         client.jobs()
         list_s = processor_s(coordinator.pid) - idle_from_s - idle_s
         memory_bytes = resident_bytes(coordinator.pid) - before_bytes
-        coordinator.send_signal(signal.SIGKILL)
-        coordinator.wait()
+        end(coordinator)
         killed_bytes, began_s = size_of(folder / "data"), time.perf_counter()
-        coordinator, client = start(folder)
-        num_known = len(client.jobs())
+        coordinator, address = start_coordinator(folder)
+        num_known = len(Client(address).jobs())
         restart_s = time.perf_counter() - began_s
         restart_processor_s = processor_s(coordinator.pid)
         coordinator.terminate()

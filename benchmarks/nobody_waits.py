@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from elche.settings import BLOCKING_ANCHOR, OVERLAPPED_ANCHOR, AgreedSettings
+from oracle import simulation
+
 from elche_coordinator.simulator.oracle import run_to_fraction
-from elche_coordinator.simulator.simulation import RankModel, Simulation
+from elche_coordinator.simulator.simulation import RankModel
 
 Case = tuple[str, list[RankModel], dict[str, Any]]
 
@@ -61,17 +62,7 @@ def cases() -> Iterator[Case]:
 
 def fraction(models: list[RankModel], options: dict[str, Any], averaging: str) -> float:
     """Of one job with the defaults of such an averaging."""
-    fields = AgreedSettings.__dataclass_fields__
-    settings: dict[str, Any] = {
-        "batch_size": 10,
-        "policy": "cadence",
-        "averaging": averaging,
-        "anchor": OVERLAPPED_ANCHOR if averaging == "overlapped" else BLOCKING_ANCHOR,
-        "checkpoint_every_minutes": None,
-    }
-    settings |= {name: value for name, value in options.items() if name in fields}
-    rest = {name: value for name, value in options.items() if name not in fields}
-    return run_to_fraction(Simulation(settings=AgreedSettings(**settings), ranks=models, check=False, **rest))[1]
+    return run_to_fraction(simulation(models, options, averaging))[1]
 
 
 def main() -> None:

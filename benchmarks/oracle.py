@@ -155,7 +155,7 @@ def account(simulation: Simulation) -> Account:
     return found
 
 
-def simulation(models: list[RankModel], options: dict[str, Any], averaging: str) -> Simulation:
+def simulation(models: list[RankModel], options: dict[str, Any], averaging: str, **more: Any) -> Simulation:
     """A job with the defaults of such an averaging."""
     settings: dict[str, Any] = {
         "batch_size": BATCH_SIZE,
@@ -167,7 +167,7 @@ def simulation(models: list[RankModel], options: dict[str, Any], averaging: str)
     settings |= {name: value for name, value in options.items() if name in _names()}
     rest = {name: value for name, value in options.items() if name not in _names()}
     agreed = AgreedSettings(**settings)
-    return Simulation(settings=agreed, ranks=models, check=False, new_rank=WatchedRank, **rest)
+    return Simulation(settings=agreed, ranks=models, check=False, **rest, **more)
 
 
 @cache
@@ -183,7 +183,7 @@ def main() -> None:
         if not all(part in name for part in sys.argv[1:]):
             continue
         for averaging in ("overlapped", "blocking"):
-            found = account(simulation(models, options, averaging))
+            found = account(simulation(models, options, averaging, new_rank=WatchedRank))
             causes = " | ".join(f"{found.percent(cause):.1f}" for cause in CAUSES)
             print(f"| {name} | {averaging} | {100 * found.fraction:.1f} % | {causes} |", flush=True)
 

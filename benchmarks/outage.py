@@ -24,7 +24,6 @@ import re
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -32,56 +31,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-import torch
-from torch import nn
+import noted
+from programs import end, start_agent, start_coordinator
 
 import elche_audit
 from elche_client import Client
-from elche_worker import TrainingJob
 
-BATCH_SIZE = 16
 BATCH_S = 0.02
 SLOW = 2.3
 BEFORE_S = 8.0
 AFTER_S = 2.0
-
-NOTES = os.environ.get("OUTAGE_NOTES", "")
-RANK = os.environ.get("ELCHE_RANK", "")
-BATCHES = int(os.environ.get("OUTAGE_BATCHES", "100"))
-
-
-def train_step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    time.sleep(BATCH_S)
-    with open(f"{NOTES}/rank-{RANK}", "a") as notes:
-        notes.write(f"{os.getpid()} {time.monotonic()}\n")
-    return model(batch).square().mean()
-
-
-job = TrainingJob(
-    model=lambda: nn.Linear(8, 1),
-    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.001),
-    dataset=lambda: torch.randn(BATCHES * BATCH_SIZE, 8, generator=torch.Generator().manual_seed(0)),
-    train_step=train_step,
-    batch_size=BATCH_SIZE,
-    epochs=1,
-)
-
-
-def notes_of(folder: Path) -> list[tuple[int, float]]:
-    """(process id, time in s) of every batch."""
-    rows = [line.split() for path in folder.glob("rank-*") for line in path.read_text().splitlines()]
-    return [(int(pid), float(at_s)) for pid, at_s in rows]
-
-
-def start_coordinator(folder: Path, listen: str) -> "tuple[subprocess.Popen[str], str]":
-    """A coordinator, and its address."""
-    command = [sys.executable, "-m", "elche_coordinator", "--listen", listen, "--http", "127.0.0.1:0"]
-    with (folder / "coordinator.log").open("a") as log:
-        process = subprocess.Popen(
-            [*command, "--data", str(folder / "data")], stdout=subprocess.PIPE, stderr=log, text=True
-        )
-    assert process.stdout is not None
-    return process, process.stdout.readline().split()[-1]
 
 
 def measure(folder: Path, away_s: float, ride_out_s: float, policy: str) -> dict[str, object]:
@@ -90,40 +49,34 @@ def measure(folder: Path, away_s: float, ride_out_s: float, policy: str) -> dict
     notes.mkdir()
     rate = (1 + 1 / SLOW) / BATCH_S
     num_batches = round(rate * (BEFORE_S + away_s + AFTER_S + 15.0))
-    coordinator, address = start_coordinator(folder, "127.0.0.1:0")
-    command = [sys.executable, "-m", "elche_worker.agent", "--coordinator", address, "--devices", "cpu,cpu"]
-    with (folder / "agent.log").open("w") as log:
-        agent = subprocess.Popen([*command, "--work-dir", str(folder / "work")], stderr=log)
+    coordinator, address = start_coordinator(folder)
+    agent = start_agent(folder, address, "cpu,cpu")
     try:
         client = Client(address, reconnect_s=away_s + 60)
-        environment = {"OUTAGE_NOTES": str(notes), "OUTAGE_BATCHES": str(num_batches)}
+        environment = noted.environment(notes, BATCH_S, num_batches)
         handle = client.submit(
-            __file__,
+            noted.__file__,
             num_ranks=2,
             slow_factors={1: SLOW},
             environment=environment,
             ride_out_s=ride_out_s,
             policy=policy,
         )
-        while len(notes_of(notes)) < 5 * rate:
+        while len(noted.all_batches(notes)) < 5 * rate:
             time.sleep(0.1)
         began_s = time.monotonic()
         time.sleep(BEFORE_S)
         killed_s = time.monotonic()
-        os.kill(coordinator.pid, signal.SIGKILL)
-        coordinator.wait()
+        end(coordinator)
         time.sleep(away_s)
-        coordinator, _ = start_coordinator(folder, address)
+        coordinator, _ = start_coordinator(folder, listen=address)
         back_s = time.monotonic()
         time.sleep(AFTER_S)
         end_s = time.monotonic()
         result = client.job(handle.id).result()
     finally:
-        agent.send_signal(signal.SIGKILL)
-        agent.wait()
-        coordinator.kill()
-        coordinator.wait()
-    made = notes_of(notes)
+        end(agent, coordinator)
+    made = noted.all_batches(notes)
     before = sum(began_s <= at_s < killed_s for _, at_s in made) / (killed_s - began_s)
     during = sum(killed_s <= at_s < end_s for _, at_s in made) / (end_s - killed_s)
     return {
@@ -131,7 +84,7 @@ def measure(folder: Path, away_s: float, ride_out_s: float, policy: str) -> dict
         "ride_out_s": ride_out_s,
         "throughput_fraction": round(during / before, 4),
         "ranks_started_again": len({pid for pid, _ in made}) - 2,
-        "exact": result.committed_samples == (num_batches * BATCH_SIZE,) and len(made) == num_batches,
+        "exact": result.committed_samples == (num_batches * noted.BATCH_SIZE,) and len(made) == num_batches,
     }
 
 
@@ -140,19 +93,16 @@ class Site:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._coordinator, self.address = start_coordinator(folder, "127.0.0.1:0")
+        self._coordinator, self.address = start_coordinator(folder)
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
-        for host in HOSTS:
-            self.start_worker(host)
+        self.start_workers(*HOSTS)
 
     def start_coordinator(self) -> None:
-        self._coordinator, _ = start_coordinator(self.folder, self.address)
+        self._coordinator, _ = start_coordinator(self.folder, listen=self.address)
 
-    def start_worker(self, host: int) -> None:
-        command = [sys.executable, "-m", "elche_worker.agent", "--coordinator", self.address, "--devices", "cpu"]
-        with (self.folder / f"worker-{host}.log").open("a") as log:
-            work = str(self.folder / f"work-{host}")
-            self._workers[host] = subprocess.Popen([*command, "--work-dir", work], stderr=log, start_new_session=True)
+    def start_workers(self, *hosts: int) -> None:
+        for host in hosts:
+            self._workers[host] = start_agent(self.folder, self.address, "cpu", name=f"work-{host}")
 
     def stop_coordinator(self) -> None:
         self._coordinator.terminate()
@@ -171,8 +121,7 @@ class Site:
         self._workers[host].wait()
 
     def kill_coordinator(self) -> None:
-        self._coordinator.kill()
-        self._coordinator.wait()
+        end(self._coordinator)
 
     def end(self) -> None:
         for host, worker in self._workers.items():
@@ -188,7 +137,7 @@ def restart_coordinator(site: Site) -> None:
 
 def restart_worker(site: Site) -> None:
     site.stop_workers(1)
-    site.start_worker(1)
+    site.start_workers(1)
 
 
 def compose_up(site: Site) -> None:
@@ -196,16 +145,14 @@ def compose_up(site: Site) -> None:
     site.stop_coordinator()
     site.stop_workers(*HOSTS)
     site.start_coordinator()
-    for host in HOSTS:
-        site.start_worker(host)
+    site.start_workers(*HOSTS)
 
 
 def compose_down_and_up(site: Site) -> None:
     site.stop_workers(*HOSTS)
     site.stop_coordinator()
     site.start_coordinator()
-    for host in HOSTS:
-        site.start_worker(host)
+    site.start_workers(*HOSTS)
 
 
 def reboot_of_coordinator_and_worker(site: Site) -> None:
@@ -214,19 +161,19 @@ def reboot_of_coordinator_and_worker(site: Site) -> None:
     site.stop_workers(1)
     time.sleep(AWAY_S)
     site.start_coordinator()
-    site.start_worker(1)
+    site.start_workers(1)
 
 
 def crash_of_a_host(site: Site) -> None:
     site.signal_all_of(1, signal.SIGKILL)
     time.sleep(AWAY_S)
-    site.start_worker(1)
+    site.start_workers(1)
 
 
 def requeue(site: Site) -> None:
     site.signal_all_of(1, signal.SIGTERM)
     time.sleep(AWAY_S)
-    site.start_worker(1)
+    site.start_workers(1)
 
 
 def crash_of_all(site: Site) -> None:
@@ -235,8 +182,7 @@ def crash_of_all(site: Site) -> None:
         site.signal_all_of(host, signal.SIGKILL)
     time.sleep(AWAY_S)
     site.start_coordinator()
-    for host in HOSTS:
-        site.start_worker(host)
+    site.start_workers(*HOSTS)
 
 
 HOSTS = (0, 1)
@@ -278,10 +224,10 @@ def measure_act(folder: Path, act: Callable[[Site], None]) -> Cost:
         client = Client(site.address, reconnect_s=120)
         while len(client.hosts()) < len(HOSTS):
             time.sleep(0.1)
-        environment = {"OUTAGE_NOTES": str(notes), "OUTAGE_BATCHES": str(num_batches)}
+        environment = noted.environment(notes, BATCH_S, num_batches)
         settings = {"audit": True, "checkpoint_every_minutes": 0.1}
-        handle = client.submit(__file__, num_ranks=2, slow_factors={1: SLOW}, environment=environment, **settings)
-        while len(notes_of(notes)) < BEFORE_S * rate:
+        handle = client.submit(noted.__file__, num_ranks=2, slow_factors={1: SLOW}, environment=environment, **settings)
+        while len(noted.all_batches(notes)) < BEFORE_S * rate:
             assert not client.get(handle.id).state.has_ended, client.get(handle.id).reason
             time.sleep(0.1)
         began_s = time.monotonic()
@@ -289,15 +235,15 @@ def measure_act(folder: Path, act: Callable[[Site], None]) -> Cost:
         result = handle.result()
     finally:
         site.end()
-    made = notes_of(notes)
+    made = noted.all_batches(notes)
     verdict = elche_audit.judge(*sorted(folder.glob(f"work-*/{handle.id}")))
     refuted = "" if elche_audit.exit_code(verdict) == 0 else "; ".join(elche_audit.lines(verdict))
-    if result.committed_samples != (num_batches * BATCH_SIZE,):
+    if result.committed_samples != (num_batches * noted.BATCH_SIZE,):
         refuted = f"{result.state}, {result.committed_samples}"
     times = sorted(at_s for _, at_s in made)
     return Cost(
         refuted=refuted,
-        samples_again=(len(made) - num_batches) * BATCH_SIZE,
+        samples_again=(len(made) - num_batches) * noted.BATCH_SIZE,
         still_s=max(later - earlier for earlier, later in pairwise(times) if later >= began_s),
         both_s=_both_since(notes, began_s) - began_s,
     )
@@ -352,11 +298,8 @@ def write(table: str) -> None:
 def _both_since(notes: Path, began_s: float) -> float:
     """When both ranks had made a batch after the longest pause that each had from then on; never, if one made none."""
     ends = []
-    for path in notes.glob("rank-*"):
-        times = [
-            began_s,
-            *(at for at in (float(line.split()[1]) for line in path.read_text().splitlines()) if at > began_s),
-        ]
+    for rank in range(2):
+        times = [began_s, *(at_s for _, at_s in noted.all_batches(notes, rank) if at_s > began_s)]
         longest = max(pairwise(times), key=lambda pair: pair[1] - pair[0], default=(began_s, math.inf))
         ends.append(longest[1])
     return max(ends)

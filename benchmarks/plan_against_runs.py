@@ -9,15 +9,12 @@ one. Prints a table in Markdown; where there are two figures, the run's comes fi
 """
 
 import argparse
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from programs import elche_run
 
 from elche.plan import Plan, PlanRequest
 from elche_client.commands.plan import make_plans
@@ -51,19 +48,15 @@ JOBS = (
 
 
 def run(pads_ms: tuple[float, ...], policy: str, averaging: str, num_batches: int) -> Ran:
-    """Runs the job. Raises `subprocess.CalledProcessError` when it fails."""
+    """Runs the job."""
     environment = {
         "ELCHE_PAD_MS": ",".join(map(str, pads_ms)),
         "ELCHE_NUM_BATCHES": str(num_batches),
         "ELCHE_AVERAGING": averaging,
     }
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out"
-        options = ["--ranks", str(len(pads_ms)), "--device", "cpu", "--policy", policy, "--json", "--out", out]
-        command = [Path(sys.executable).parent / "elche", "run", HERE / "padded.py", *options]
-        subprocess.run(command, env={**os.environ, **environment}, check=True, capture_output=True)
-        rounds = json.loads((out / "record.json").read_text())["round_reports"]
-    return ran(rounds[FIRST_COUNTED:-1])
+    options = ["--ranks", str(len(pads_ms)), "--device", "cpu", "--policy", policy]
+    _, record = elche_run(HERE / "padded.py", *options, environment=environment)
+    return ran(record["round_reports"][FIRST_COUNTED:-1])
 
 
 def ran(rounds: list[dict[str, Any]]) -> Ran:

@@ -6,7 +6,6 @@ python benchmarks/ports.py --ports vae gcn --seeds 5
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -14,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from scipy import stats
+from virtual_convergence import interval
 
 PORTS = Path(__file__).resolve().parents[1] / "examples" / "ports"
 METRICS = {
@@ -74,8 +73,7 @@ def main() -> None:
         alone = [metric_of(name, seed, "--ranks", "1") for seed in range(options.seeds)]
         on_two = [metric_of(name, seed, "--ranks", "2", "--slow", "1=2.3") for seed in range(options.seeds)]
         differences = [two - one for one, two in zip(alone, on_two, strict=True)]
-        mean = statistics.mean(differences)
-        half = float(stats.t.ppf(0.975, len(differences) - 1)) * statistics.stdev(differences) / math.sqrt(len(alone))
+        mean, half = interval(differences)
         of_both = f"{statistics.mean(alone):.4g} | {statistics.mean(on_two):.4g}"
         print(
             f"| {name} | {METRICS[name]} | {of_both} | {mean:+.3g} ({mean - half:+.3g} to {mean + half:+.3g}) |",

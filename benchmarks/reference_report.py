@@ -10,14 +10,11 @@ after the other, added up. On a CPU rank 1 is slowed 2.3 times; with --device cu
 """
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from programs import elche_run
 
 HERE = Path(__file__).resolve().parent
 MODELS = ("logistic", "mlp", "lenet", "conv-ae", "char-rnn", "gpt-nano", "resnet-20", "resnet-20-graph")
@@ -27,19 +24,12 @@ HEAD = "| model | mode | evaluation | time | of the sum | averagings | time of o
 
 
 def train(model: str, way: list[str], options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """One run; its result with the median time of an averaging. Raises `SystemExit` when it fails."""
-    environment = {**os.environ, "ELCHE_MODEL": model, "ELCHE_FULL": str(int(options.full))}
-    environment["ELCHE_SCALE"] = str(options.scale)
-    elche = Path(sys.executable).parent / "elche"
-    with tempfile.TemporaryDirectory() as folder:
-        command = [str(elche), "run", str(HERE / "reference_models.py"), *way, "--seed", str(seed)]
-        command += ["--out", f"{folder}/out", "--json", "--no-logs"]
-        done = subprocess.run(command, check=False, env=environment, capture_output=True)
-        if done.returncode:
-            raise SystemExit(f"{model} {way} failed: {done.stderr.decode()[-2000:]}")
-        rounds = json.loads((Path(folder) / "out" / "record.json").read_text())["round_reports"]
-    averagings = [one["sync_ms"] for one in rounds if one["sync_ms"]]
-    return {**json.loads(done.stdout), "sync_ms": statistics.median(averagings) if averagings else 0.0}
+    """One run; its result with the median time of an averaging."""
+    environment = {"ELCHE_MODEL": model, "ELCHE_FULL": str(int(options.full)), "ELCHE_SCALE": str(options.scale)}
+    path = HERE / "reference_models.py"
+    result, record = elche_run(path, *way, "--seed", str(seed), "--no-logs", environment=environment)
+    averagings = [one["sync_ms"] for one in record["round_reports"] if one["sync_ms"]]
+    return {**result, "sync_ms": statistics.median(averagings) if averagings else 0.0}
 
 
 def ways(options: argparse.Namespace) -> dict[str, list[str]]:

@@ -12,12 +12,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
+
+from programs import end, start_agent, start_coordinator
 
 from elche_client import Client
 from elche_client.events import RoundReport
@@ -103,23 +103,9 @@ def memory_mb(pid: int, what: str) -> float:
 
 def measure(folder: Path, num_rounds: int) -> dict[str, object]:
     """Starts everything, and measures."""
-    here = Path(sys.executable).parent
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    coordinator = subprocess.Popen(
-        [here / "elche-coordinator", "--listen", "127.0.0.1:0", "--data", folder / "data", "--exit-with-stdin"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert coordinator.stdout is not None
-    address = coordinator.stdout.readline().split()[-1]
-    agent = subprocess.Popen(
-        [here / "elche-worker", "--coordinator", address, "--devices", ",".join(["cpu"] * 6), "--exit-with-stdin"],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-    )
+    os.environ["OMP_NUM_THREADS"] = "1"
+    coordinator, address = start_coordinator(folder)
+    agent = start_agent(folder, address, ",".join(["cpu"] * 6))
     try:
         client = Client(address)
         (folder / "small.py").write_text(SMALL)
@@ -144,10 +130,9 @@ def measure(folder: Path, num_rounds: int) -> dict[str, object]:
         peak_mb = memory_mb(coordinator.pid, "VmHWM")
         other.cancel()
     finally:
-        for process in (agent, coordinator):
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(20)
+        agent.terminate()
+        agent.wait()
+        end(coordinator)
     return {
         "model_mb": MODEL_MB,
         "rounds": len(rounds),

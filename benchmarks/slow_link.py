@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -196,7 +196,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-mb", type=float, default=2.5, help="parameters, in 10^6 bytes (default 2.5)")
     parser.add_argument("--batches", type=int, default=6000, help="batches in all, for each row (default 6000)")
@@ -217,7 +217,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--rows", nargs="+", choices=names, default=chosen, metavar="ROW", help=f"of: {'; '.join(names)}"
     )
     parser.add_argument("--details", type=Path, metavar="FILE", help="write every round, as JSON")
-    return parser.parse_args(arguments)
+    return parser.parse_args()
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import os
 import time
 
 import torch
+from padded import build_optimizer, wait_until
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
@@ -20,8 +21,6 @@ from elche_worker import TrainingJob
 BATCH_SIZE = 64
 NUM_FEATURES = 64
 NUM_CLASSES = 10
-SPIN_S = 0.0003
-"""The end of a wait that is not slept, because the kernel wakes a sleeper late."""
 
 PAD_S = float(os.environ.get("ELCHE_PAD_MS", "25")) / 1000
 NUM_SAMPLES = int(os.environ.get("ELCHE_NUM_BATCHES", "1200")) * BATCH_SIZE
@@ -39,17 +38,11 @@ def build_model() -> nn.Module:
     return nn.Sequential(nn.Embedding(NUM_ROWS, NUM_FEATURES), nn.Linear(NUM_FEATURES, NUM_CLASSES))
 
 
-def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.01)
-
-
 def train_step(model: nn.Module, batch: list[Tensor]) -> Tensor:
     end_s = time.perf_counter() + PAD_S
     words, labels = batch
     loss = cross_entropy(model(words), labels)
-    time.sleep(max(0.0, end_s - SPIN_S - time.perf_counter()))
-    while time.perf_counter() < end_s:
-        pass
+    wait_until(end_s)
     return loss
 
 

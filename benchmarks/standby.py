@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,9 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+import noted
 import outage
+from programs import free_port, start_agent
 
 from elche_client import Client
 
@@ -67,10 +68,7 @@ def measure(folder: Path, store: str) -> dict[str, object]:
     notes.mkdir()
     rate = (1 + 1 / outage.SLOW) / outage.BATCH_S
     num_batches = round(rate * (4 * WINDOW_S + 6))
-    ports = {}
-    for name in ("a", "b"):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            ports[name] = free.getsockname()[1]
+    ports = {"a": free_port(), "b": free_port()}
     addresses = ",".join(f"127.0.0.1:{port}" for port in ports.values())
     with ExitStack() as stack:
         leader = start(folder, "a", ports["a"], store)
@@ -78,25 +76,23 @@ def measure(folder: Path, store: str) -> dict[str, object]:
         await_text(folder / "a.log", SERVES)
         stack.callback(start(folder, "b", ports["b"], store).kill)
         await_text(folder / "b.log", "waiting to take over")
-        command = [sys.executable, "-m", "elche_worker.agent", "--coordinator", addresses, "--devices", "cpu,cpu"]
-        with (folder / "agent.log").open("w") as log:
-            agent = subprocess.Popen([*command, "--work-dir", str(folder / "work")], stderr=log)
+        agent = start_agent(folder, addresses, "cpu,cpu")
         stack.callback(agent.wait)
         stack.callback(agent.kill)
         client = Client(addresses, reconnect_s=60)
         handle = client.submit(
-            outage.__file__,
+            noted.__file__,
             num_ranks=2,
             slow_factors={1: outage.SLOW},
-            environment={"OUTAGE_NOTES": str(notes), "OUTAGE_BATCHES": str(num_batches)},
+            environment=noted.environment(notes, outage.BATCH_S, num_batches),
         )
-        while len(outage.notes_of(notes)) < (WINDOW_S + 3) * rate:
+        while len(noted.all_batches(notes)) < (WINDOW_S + 3) * rate:
             time.sleep(0.1)
         killed_s = time.monotonic()
         leader.send_signal(signal.SIGKILL)
         serves_s = await_text(folder / "b.log", SERVES)
         result = client.job(handle.id).result()
-    made = outage.notes_of(notes)
+    made = noted.all_batches(notes)
     before = sum(killed_s - WINDOW_S <= at_s < killed_s for _, at_s in made)
     after = sum(killed_s <= at_s < killed_s + WINDOW_S for _, at_s in made)
     return {
@@ -105,7 +101,7 @@ def measure(folder: Path, store: str) -> dict[str, object]:
         "longest_after": round(longest(made, killed_s, killed_s + WINDOW_S), 2),
         "throughput_fraction": round(after / before, 4),
         "ranks_started_again": len({pid for pid, _ in made}) - 2,
-        "exact": result.committed_samples == (num_batches * outage.BATCH_SIZE,) and len(made) == num_batches,
+        "exact": result.committed_samples == (num_batches * noted.BATCH_SIZE,) and len(made) == num_batches,
     }
 
 

@@ -8,13 +8,10 @@ round, that was neither computing nor averaging.
 
 import json
 import os
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
 
 import torch
+from programs import elche_run
 from torch import nn
 
 from elche_worker import TrainingJob
@@ -53,12 +50,8 @@ job = TrainingJob(
 
 
 def main() -> None:
-    elche = Path(sys.executable).parent / "elche"
-    with tempfile.TemporaryDirectory() as folder:
-        command = [elche, "run", __file__, "--ranks", "1", "--device", "cpu", "--json", "--out", f"{folder}/out"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
-        record = json.loads((Path(folder) / "out" / "record.json").read_text())
-    result, (rank,) = json.loads(done.stdout), json.loads(done.stdout)["ranks"]
+    result, record = elche_run(__file__, "--ranks", "1", "--device", "cpu")
+    (rank,) = result["ranks"]
     first = next(report for report in record["round_reports"] if report["samples"])
     busy_s = (rank["ms_per_batch"] * rank["batches"] - first["rank_compute_ms"][0]) / 1000 + rank["waited_s"]
     total_s = result["duration_s"] - first["duration_s"]

@@ -9,12 +9,11 @@ its own mean compute time per batch, measured in the same run.
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from programs import elche_run
 
 HERE = Path(__file__).resolve().parent
 BATCH_SIZE = 64
@@ -24,19 +23,16 @@ SKIPPED_ROUNDS = 3
 COUNTED_ROUNDS = 10
 
 
-def run(folder: Path, *, num_batches: int, swap: bool, policy: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def run(*, num_batches: int, swap: bool, policy: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One run; its result and its rounds."""
-    swap_file = folder / "swap"
-    environment = {**os.environ, "ELCHE_NUM_BATCHES": str(num_batches)}
-    if swap:
-        # The file is there from the start; its pads are reversed once it is this old (process start included).
-        swap_file.touch()
-        environment |= {"ELCHE_SWAP_FILE": str(swap_file), "ELCHE_SWAP_AT_S": str(SWAP_AFTER_ROUNDS_S + 8)}
-    elche = Path(sys.executable).parent / "elche"
-    command = [elche, "run", HERE / "padded.py", "--ranks", "2", "--policy", policy, "--json", "--out", folder / "out"]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
-    record = json.loads((folder / "out" / "record.json").read_text())
-    return json.loads(done.stdout), record["round_reports"]
+    environment = {"ELCHE_NUM_BATCHES": str(num_batches)}
+    with tempfile.NamedTemporaryFile() as file:
+        if swap:
+            # The file is there from the start; its pads are reversed once it is this old (process start included).
+            environment |= {"ELCHE_SWAP_FILE": file.name, "ELCHE_SWAP_AT_S": str(SWAP_AFTER_ROUNDS_S + 8)}
+        options = ["--ranks", "2", "--policy", policy]
+        result, record = elche_run(HERE / "padded.py", *options, environment=environment)
+    return result, record["round_reports"]
 
 
 def fraction_after_swap(rounds: list[dict[str, Any]]) -> float:
@@ -63,8 +59,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=2000, help="batches in all (default 2000)")
     parser.add_argument("--policy", default="cadence", help="averaging policy (default cadence)")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        result, rounds = run(Path(folder), num_batches=arguments.batches, swap=arguments.swap, policy=arguments.policy)
+    result, rounds = run(num_batches=arguments.batches, swap=arguments.swap, policy=arguments.policy)
     answer = {name: result[name] for name in ("samples_per_s", "bound_samples_per_s", "bound_fraction", "rounds")}
     if arguments.swap:
         answer["bound_fraction_after_swap"] = fraction_after_swap(rounds)

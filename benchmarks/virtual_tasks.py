@@ -17,15 +17,15 @@ class Task:
     """What is trained, and how its result is judged."""
 
     title: str
-    metric: str
+    metric: str = "loss"
     """Of the job's `evaluate`."""
     rate: float
     """Learning rate, of which others are multiples."""
-    job: Callable[[float, int, float], Any]
+    job: Callable[..., Any]
     """The `TrainingJob` of (learning rate, seed, times the usual number of samples)."""
     rates: tuple[float, ...] = (0.5, 1.0, 2.0)
     """Multiples of `rate`, of which each way gets its best."""
-    grows: bool = False
+    grows: bool = True
     """True if a way that does best at the greatest rate tries twice as much, and so on."""
     is_share: bool = False
     """True if the metric may be 0, such as a share, and is compared in hundredths; else it is compared in per cent."""
@@ -59,7 +59,8 @@ def _task_of_jobs(name: str, rate: float) -> Task:
     is_digits = name == "digits"
     metric = "accuracy" if is_digits else "nats_per_byte"
     job = partial(_of_jobs, name)
-    return Task(title=name, metric=metric, rate=rate, job=job, is_share=is_digits, more_is_better=is_digits)
+    more = {"grows": False, "is_share": is_digits, "more_is_better": is_digits}
+    return Task(title=name, metric=metric, rate=rate, job=job, **more)
 
 
 OF_JOBS = {

@@ -29,6 +29,8 @@ from typing import Self
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 DEVICE = "wan0"
 MTU = 1500
+QUEUE_S = 0.1
+"""What would wait longer than this to be sent is dropped."""
 BURST = 64
 """Packets that are read from one side before the other gets its turn."""
 
@@ -41,12 +43,11 @@ IFF_NO_PI = 0x1000
 class WanLink:
     """The link and its two namespaces, numbered 0 and 1, for the length of a `with`.
 
-    delay_ms: one way. rate_mbit: each way, in Mbit/s. queue_ms: what waits longer than this to be sent is dropped.
-    loss: how likely a packet is lost on the way, at random.
+    delay_ms: one way. rate_mbit: each way, in Mbit/s. loss: how likely a packet is lost on the way, at random.
     """
 
-    def __init__(self, *, delay_ms: float, rate_mbit: float, queue_ms: float = 100.0, loss: float = 0.0) -> None:
-        values = {"--delay-ms": delay_ms, "--rate-mbit": rate_mbit, "--queue-ms": queue_ms, "--loss": loss}
+    def __init__(self, *, delay_ms: float, rate_mbit: float, loss: float = 0.0) -> None:
+        values = {"--delay-ms": delay_ms, "--rate-mbit": rate_mbit, "--loss": loss}
         self._arguments = [f"{name}={value}" for name, value in values.items()]
         self._process: subprocess.Popen[str] | None = None
         self._namespaces: list[str] = []
@@ -91,7 +92,6 @@ class Direction:
     source: int
     sink: int
     delay_s: float
-    queue_s: float
     bytes_per_s: float
     loss: float
     draws: Random
@@ -108,7 +108,7 @@ class Direction:
             except BlockingIOError:
                 return
             begins_s = max(now_s, self.line_free_s)
-            if begins_s - now_s > self.queue_s:
+            if begins_s - now_s > QUEUE_S:
                 continue
             self.line_free_s = begins_s + len(packet) / self.bytes_per_s
             if self.draws.random() >= self.loss:
@@ -175,7 +175,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The process of a WanLink; lasts as long as its standard input.")
     parser.add_argument("--delay-ms", type=float, required=True)
     parser.add_argument("--rate-mbit", type=float, required=True)
-    parser.add_argument("--queue-ms", type=float, required=True)
     parser.add_argument("--loss", type=float, required=True)
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -188,7 +187,6 @@ def main() -> None:
             source=source,
             sink=sink,
             delay_s=arguments.delay_ms / 1000,
-            queue_s=arguments.queue_ms / 1000,
             bytes_per_s=arguments.rate_mbit * 1e6 / 8,
             loss=arguments.loss,
             draws=Random(source),

@@ -1,14 +1,13 @@
 """Writes the Helm chart's dashboards, alerts and table of values from their sources, or checks that they are fresh."""
 
-import argparse
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
+from fresh import ROOT, write_all
 
-ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "deploy" / "helm" / "elche"
 BEGIN, END = "<!-- Written by `make generated` from values.yaml. -->\n", "<!-- As far as here. -->\n"
 
@@ -68,22 +67,6 @@ def check_version() -> None:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when something is stale")
-    is_check = parser.parse_args().check
-    check_version()
-    wanted = {**copies(), CHART / "README.md": readme()}
-    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    stale += [path for path in (CHART / "files").iterdir() if path not in wanted]
-    if stale and is_check:
-        sys.exit(f"{stale[0].relative_to(ROOT)} is stale, run `make generated`")
-    for path in stale:
-        if path in wanted:
-            path.write_text(wanted[path], encoding="utf-8")
-        else:
-            path.unlink()
-
-
 if __name__ == "__main__":
-    main()
+    check_version()
+    write_all({**copies(), CHART / "README.md": readme()}, (CHART / "files").iterdir())

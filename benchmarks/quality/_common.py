@@ -19,32 +19,41 @@ def fall(now: Progress) -> float:
 
 
 def job_of(
-    samples: Samples,
-    *,
+    samples: Callable[[int], Samples],
     num_held_out: int,
-    length: float,
+    *,
     model: Callable[[], nn.Module],
+    optimizer: Callable[[float], Callable[[nn.Module], Any]],
     loss: Loss,
-    metric: Callable[[nn.Module, Samples], Tensor] | None = None,
+    metric: Loss | None = None,
     dataset: Callable[..., TensorDataset] = TensorDataset,
     **fields: Any,
-) -> TrainingJob:
-    """A job on all samples but the last, which are held out; its metric "loss" is theirs."""
-    at = len(samples[0]) - num_held_out
-    num = round(at * length)
-    trained, held_out = [one[:num] for one in samples], [one[at:] for one in samples]
+) -> Callable[..., TrainingJob]:
+    """The job by (learning rate, seed, times the usual number of samples, fields of `TrainingJob`).
 
-    def build() -> nn.Module:
-        torch.set_num_threads(1)
-        return model()
+    It trains on all samples of the seed but the last `num_held_out`; its metric "loss" is that of these.
+    """
 
-    settings: dict[str, Any] = {"schedule": fall, "epochs": 1, "train_step": loss, **fields}
-    return TrainingJob(
-        model=build,
-        dataset=lambda: dataset(*trained),
-        evaluate=lambda model: {"loss": (metric or loss)(model, held_out).item()},
-        **settings,
-    )
+    def job(rate: float, seed: int, length: float, **more: Any) -> TrainingJob:
+        tensors = samples(seed)
+        at = len(tensors[0]) - num_held_out
+        num = round(at * length)
+        trained, held_out = [one[:num] for one in tensors], [one[at:] for one in tensors]
+
+        def build() -> nn.Module:
+            torch.set_num_threads(1)
+            return model()
+
+        settings: dict[str, Any] = {"schedule": fall, "epochs": 1, "train_step": loss, **fields, **more}
+        return TrainingJob(
+            model=build,
+            optimizer=optimizer(rate),
+            dataset=lambda: dataset(*trained),
+            evaluate=lambda model: {"loss": (metric or loss)(model, held_out).item()},
+            **settings,
+        )
+
+    return job
 
 
 def sgd(rate: float, momentum: float = 0.0) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -53,3 +62,7 @@ def sgd(rate: float, momentum: float = 0.0) -> Callable[[nn.Module], torch.optim
 
 def adam(rate: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
     return lambda model: torch.optim.Adam(model.parameters(), lr=rate)
+
+
+def momentum_sgd(rate: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return sgd(rate, momentum=0.9)

@@ -36,8 +36,8 @@ def train_step(model: nn.Module, batch: Samples, optimizer: torch.optim.Optimize
 
 
 def job(rate: float, seed: int, length: float) -> TrainingJob:
-    as_it_is = regression.job(rate, seed, length)
+    as_it_is = regression.TASK.job(rate, seed, length)
     return replace(as_it_is, model=build_model, train_step=train_step, manual_optimization=True, batch_size=8)
 
 
-TASK = Task(title="accumulation by hand", metric="loss", rate=3e-2, job=job, grows=True)
+TASK = Task(title="accumulation by hand", rate=3e-2, job=job)

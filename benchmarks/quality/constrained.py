@@ -10,8 +10,6 @@ from quality._common import Samples, job_of
 from torch import Tensor, nn
 from virtual_tasks import Task
 
-from elche_worker import TrainingJob
-
 NUM_INPUTS, LEAST = 40, 0.003
 NUM_SAMPLES, NUM_HELD_OUT = 4800, 8000
 
@@ -50,16 +48,12 @@ def loss(model: nn.Module, batch: Samples) -> Tensor:
     return (rates_n - batch[1] * rates_n.log()).mean()
 
 
-def job(rate: float, seed: int, length: float) -> TrainingJob:
-    return job_of(
-        samples(seed),
-        num_held_out=NUM_HELD_OUT,
-        length=length,
-        model=Rates,
-        optimizer=lambda model: ProjectedSGD(model.parameters(), lr=rate),
-        loss=loss,
-        batch_size=8,
-    )
+def build_optimizer(rate: float) -> Callable[[nn.Module], ProjectedSGD]:
+    return lambda model: ProjectedSGD(model.parameters(), lr=rate)
 
 
-TASK = Task(title="constrained weights, projection", metric="loss", rate=0.03, job=job, grows=True)
+TASK = Task(
+    title="constrained weights, projection",
+    rate=0.03,
+    job=job_of(samples, NUM_HELD_OUT, model=Rates, optimizer=build_optimizer, loss=loss, batch_size=8),
+)

@@ -5,12 +5,10 @@ buffer, and the parameters of the slow encoder are frozen, so that both come fro
 import copy
 
 import torch
-from quality._common import Samples, job_of, sgd
+from quality._common import Samples, job_of, momentum_sgd
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from virtual_tasks import Task
-
-from elche_worker import TrainingJob
 
 NUM_INPUTS, NUM_LATENT, NUM_FEATURES = 24, 4, 8
 QUEUE, FOLLOWS, TEMPERATURE = 256, 0.97, 0.2
@@ -69,17 +67,16 @@ def held_out_loss(model: nn.Module, batch: Samples) -> Tensor:
     return cross_entropy(features[0] @ features[1].T / TEMPERATURE, torch.arange(len(batch[0])))
 
 
-def job(rate: float, seed: int, length: float) -> TrainingJob:
-    return job_of(
-        samples(seed),
-        num_held_out=NUM_HELD_OUT,
-        length=length,
+TASK = Task(
+    title="contrastive, with a queue",
+    rate=0.03,
+    job=job_of(
+        samples,
+        NUM_HELD_OUT,
         model=Contrast,
-        optimizer=sgd(rate, momentum=0.9),
+        optimizer=momentum_sgd,
         loss=loss,
         metric=held_out_loss,
         batch_size=BATCH_SIZE,
-    )
-
-
-TASK = Task(title="contrastive, with a queue", metric="loss", rate=0.03, job=job, grows=True)
+    ),
+)

@@ -1,12 +1,10 @@
 """A deep linear net on inputs whose scales differ thirtyfold: steep and flat directions, SGD with momentum."""
 
 import torch
-from quality._common import Samples, job_of, sgd
+from quality._common import Samples, job_of, momentum_sgd
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from virtual_tasks import Task
-
-from elche_worker import TrainingJob
 
 WIDTH, NUM_OUTPUTS = 16, 4
 NUM_SAMPLES, NUM_HELD_OUT = 6400, 4000
@@ -32,16 +30,8 @@ def loss(model: nn.Module, batch: Samples) -> Tensor:
     return mse_loss(model(batch[0]), batch[1])
 
 
-def job(rate: float, seed: int, length: float) -> TrainingJob:
-    return job_of(
-        samples(seed),
-        num_held_out=NUM_HELD_OUT,
-        length=length,
-        model=build_model,
-        optimizer=sgd(rate, momentum=0.9),
-        loss=loss,
-        batch_size=16,
-    )
-
-
-TASK = Task(title="steep deep linear net", metric="loss", rate=0.05, job=job, grows=True)
+TASK = Task(
+    title="steep deep linear net",
+    rate=0.05,
+    job=job_of(samples, NUM_HELD_OUT, model=build_model, optimizer=momentum_sgd, loss=loss, batch_size=16),
+)

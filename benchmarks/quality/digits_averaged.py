@@ -47,4 +47,4 @@ def job(rate: float, seed: int, length: float, **fields: Any) -> TrainingJob:
     )
 
 
-TASK = Task(title="digits, BatchNorm averaged", metric="loss", rate=2e-2, job=job, grows=True)
+TASK = Task(title="digits, BatchNorm averaged", rate=2e-2, job=job)

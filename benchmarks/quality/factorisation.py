@@ -6,8 +6,6 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from virtual_tasks import Task
 
-from elche_worker import TrainingJob
-
 NUM_USERS, NUM_ITEMS, RANK = 120, 100, 3
 NUM_RATINGS, NUM_HELD_OUT = 8000, 3000
 NOISE = 0.3
@@ -39,19 +37,9 @@ def loss(model: nn.Module, batch: Samples) -> Tensor:
     return mse_loss(model(batch[0], batch[1]), batch[2])
 
 
-def job(rate: float, seed: int, length: float) -> TrainingJob:
-    return job_of(
-        ratings(seed),
-        num_held_out=NUM_HELD_OUT,
-        length=length,
-        model=Factors,
-        optimizer=sgd(rate),
-        loss=loss,
-        batch_size=64,
-        epochs=3,
-    )
-
-
 TASK = Task(
-    title="matrix factorisation, sparse rows", metric="loss", rate=4.0, job=job, rates=(0.5, 0.75, 1.0), grows=True
+    title="matrix factorisation, sparse rows",
+    rate=4.0,
+    job=job_of(ratings, NUM_HELD_OUT, model=Factors, optimizer=sgd, loss=loss, batch_size=64, epochs=3),
+    rates=(0.5, 0.75, 1.0),
 )

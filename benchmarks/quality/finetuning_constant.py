@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from virtual_tasks import Task
 
-from elche_worker import TrainingJob
-
 NUM_INPUTS, WIDTH = 6, 32
 NUM_SAMPLES, NUM_HELD_OUT = 8000, 4000
 NOISE, CHANGE = 0.5, 0.3
@@ -67,19 +65,17 @@ def exact_loss(model: nn.Module, batch: Samples) -> Tensor:
     return mse_loss(model(batch[0]), batch[2])
 
 
-def job(rate: float, seed: int, length: float, **fields: Any) -> TrainingJob:
-    settings = {"schedule": None, **fields}
-    return job_of(
-        samples(seed),
-        num_held_out=NUM_HELD_OUT,
-        length=length,
+TASK = Task(
+    title="fine-tuning, constant rate",
+    rate=4e-4,
+    job=job_of(
+        samples,
+        NUM_HELD_OUT,
         model=build_model,
-        optimizer=adam(rate),
+        optimizer=adam,
         loss=loss,
         metric=exact_loss,
         batch_size=16,
-        **settings,
-    )
-
-
-TASK = Task(title="fine-tuning, constant rate", metric="loss", rate=4e-4, job=job, grows=True)
+        schedule=None,
+    ),
+)

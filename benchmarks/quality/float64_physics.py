@@ -2,12 +2,12 @@
 simulator has no loops of the user's own: this is the job's own step (`manual_optimization`) instead.
 """
 
+from collections.abc import Callable
+
 import torch
 from quality._common import Samples, job_of
 from torch import Tensor, nn
 from virtual_tasks import Task
-
-from elche_worker import TrainingJob
 
 WIDTH, END_S, DAMPING = 16, 4.0, 0.3
 NUM_SAMPLES, NUM_HELD_OUT = 3200, 400
@@ -53,18 +53,22 @@ def error(model: nn.Module, batch: Samples) -> Tensor:
     return (model(batch[0]) - exact(batch[0])).square().mean()
 
 
-def job(rate: float, seed: int, length: float) -> TrainingJob:
-    return job_of(
-        samples(seed),
-        num_held_out=NUM_HELD_OUT,
-        length=length,
+def build_optimizer(rate: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: torch.optim.LBFGS(model.parameters(), lr=rate, max_iter=4, history_size=10)
+
+
+TASK = Task(
+    title="float64 physics, LBFGS",
+    rate=0.2,
+    job=job_of(
+        samples,
+        NUM_HELD_OUT,
         model=build_model,
-        optimizer=lambda model: torch.optim.LBFGS(model.parameters(), lr=rate, max_iter=4, history_size=10),
+        optimizer=build_optimizer,
         loss=error,
         train_step=train_step,
         manual_optimization=True,
         batch_size=32,
-    )
-
-
-TASK = Task(title="float64 physics, LBFGS", metric="loss", rate=0.2, job=job)
+    ),
+    grows=False,
+)

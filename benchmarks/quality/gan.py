@@ -1,6 +1,7 @@
 """A GAN of points on a ring of eight spots. Its step has two optimizers, so that `merge="auto"` is the mean."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,8 +9,6 @@ from quality._common import Samples, job_of
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from virtual_tasks import Task
-
-from elche_worker import TrainingJob
 
 NUM_SPOTS, NUM_LATENT, WIDTH = 8, 4, 32
 NUM_SAMPLES, NUM_HELD_OUT = 12_800, 2000
@@ -59,31 +58,28 @@ def distance(model: nn.Module, batch: Samples) -> Tensor:
     return ((batch[0] @ directions).sort(0)[0] - (made @ directions).sort(0)[0]).abs().mean()
 
 
-def job(rate: float, seed: int, length: float) -> TrainingJob:
-    def optimizers(model: nn.Module) -> dict[str, Any]:
+def build_optimizer(rate: float) -> Callable[[nn.Module], dict[str, Any]]:
+    def build(model: nn.Module) -> dict[str, Any]:
         assert isinstance(model, Game)
         parts = {"generator": model.generator, "critic": model.critic}
         return {name: torch.optim.Adam(one.parameters(), lr=rate, betas=(0.5, 0.99)) for name, one in parts.items()}
 
-    return job_of(
-        samples(seed),
-        num_held_out=NUM_HELD_OUT,
-        length=length,
-        model=Game,
-        optimizer=optimizers,
-        loss=distance,
-        train_step=train_step,
-        manual_optimization=True,
-        batch_size=32,
-    )
+    return build
 
 
 TASK = Task(
     title="GAN",
-    metric="loss",
     rate=6e-3,
-    job=job,
-    grows=True,
+    job=job_of(
+        samples,
+        NUM_HELD_OUT,
+        model=Game,
+        optimizer=build_optimizer,
+        loss=distance,
+        train_step=train_step,
+        manual_optimization=True,
+        batch_size=32,
+    ),
     ways=("default", "adascale", "ddp"),
     parts="the default is the mean, and the gain in its place",
 )

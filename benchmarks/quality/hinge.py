@@ -5,8 +5,6 @@ from quality._common import Samples, job_of, sgd
 from torch import Tensor, nn
 from virtual_tasks import Task
 
-from elche_worker import TrainingJob
-
 NUM_INPUTS, MARGIN = 30, 1.0
 NUM_SAMPLES, NUM_HELD_OUT = 4800, 8000
 
@@ -24,16 +22,9 @@ def loss(model: nn.Module, batch: Samples) -> Tensor:
     return torch.relu(1 - batch[1] * model(batch[0]).squeeze(1)).mean()
 
 
-def job(rate: float, seed: int, length: float) -> TrainingJob:
-    return job_of(
-        samples(seed),
-        num_held_out=NUM_HELD_OUT,
-        length=length,
-        model=lambda: nn.Linear(NUM_INPUTS, 1),
-        optimizer=sgd(rate),
-        loss=loss,
-        batch_size=8,
-    )
-
-
-TASK = Task(title="hinge loss, separable", metric="loss", rate=1.0, job=job, grows=True, is_share=True)
+TASK = Task(
+    title="hinge loss, separable",
+    rate=1.0,
+    job=job_of(samples, NUM_HELD_OUT, model=lambda: nn.Linear(NUM_INPUTS, 1), optimizer=sgd, loss=loss, batch_size=8),
+    is_share=True,
+)

@@ -6,8 +6,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from virtual_tasks import Task
 
-from elche_worker import TrainingJob
-
 NUM_SYMBOLS, LENGTH, WIDTH = 8, 12, 32
 NUM_SAMPLES, NUM_HELD_OUT = 8000, 1000
 
@@ -40,17 +38,8 @@ def loss(model: nn.Module, batch: Samples) -> Tensor:
     return cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
-def job(rate: float, seed: int, length: float) -> TrainingJob:
-    return job_of(
-        samples(seed),
-        num_held_out=NUM_HELD_OUT,
-        length=length,
-        model=NextSymbol,
-        optimizer=adam(rate),
-        loss=loss,
-        max_grad_norm=1.0,
-        batch_size=16,
-    )
-
-
-TASK = Task(title="LSTM, symbols of a chain", metric="loss", rate=2e-2, job=job, grows=True)
+TASK = Task(
+    title="LSTM, symbols of a chain",
+    rate=2e-2,
+    job=job_of(samples, NUM_HELD_OUT, model=NextSymbol, optimizer=adam, loss=loss, max_grad_norm=1.0, batch_size=16),
+)

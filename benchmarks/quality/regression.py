@@ -6,8 +6,6 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from virtual_tasks import Task
 
-from elche_worker import TrainingJob
-
 NUM_INPUTS, WIDTH = 8, 48
 NUM_SAMPLES, NUM_HELD_OUT = 6400, 4000
 
@@ -30,16 +28,8 @@ def loss(model: nn.Module, batch: Samples) -> Tensor:
     return mse_loss(model(batch[0]), batch[1])
 
 
-def job(rate: float, seed: int, length: float) -> TrainingJob:
-    return job_of(
-        samples(seed),
-        num_held_out=NUM_HELD_OUT,
-        length=length,
-        model=build_model,
-        optimizer=adam(rate),
-        loss=loss,
-        batch_size=16,
-    )
-
-
-TASK = Task(title="regression, small net, Adam", metric="loss", rate=2e-2, job=job, grows=True)
+TASK = Task(
+    title="regression, small net, Adam",
+    rate=2e-2,
+    job=job_of(samples, NUM_HELD_OUT, model=build_model, optimizer=adam, loss=loss, batch_size=16),
+)

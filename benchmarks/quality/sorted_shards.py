@@ -35,16 +35,11 @@ def loss(model: nn.Module, batch: Samples) -> Tensor:
 
 def job(rate: float, seed: int, length: float) -> TrainingJob:
     num_shards = round(NUM_SHARDS * length)
-    return job_of(
-        samples(seed),
-        num_held_out=NUM_HELD_OUT,
-        length=num_shards / NUM_SHARDS,
-        model=build_model,
-        optimizer=sgd(rate),
-        loss=loss,
-        dataset=partial(InShards, [SHARD_SIZE] * num_shards),
-        batch_size=16,
+    dataset = partial(InShards, [SHARD_SIZE] * num_shards)
+    of_shards = job_of(
+        samples, NUM_HELD_OUT, model=build_model, optimizer=sgd, loss=loss, dataset=dataset, batch_size=16
     )
+    return of_shards(rate, seed, num_shards / NUM_SHARDS)
 
 
-TASK = Task(title="label-sorted shards", metric="loss", rate=0.1, job=job, grows=True)
+TASK = Task(title="label-sorted shards", rate=0.1, job=job)

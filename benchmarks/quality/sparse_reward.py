@@ -53,4 +53,4 @@ def job(rate: float, seed: int, length: float) -> TrainingJob:
     )
 
 
-TASK = Task(title="sparse reward", metric="failures", rate=10.0, job=job, grows=True, is_share=True)
+TASK = Task(title="sparse reward", metric="failures", rate=10.0, job=job, is_share=True)

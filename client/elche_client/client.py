@@ -291,9 +291,7 @@ class Client:
 
     def cancel(self, job_id: str) -> Change:
         """Cancels a job. Nothing changes for one that has ended."""
-        request = pb.CancelJobRequest(job_id=job_id)
-        response = self._ask(self._stub.CancelJob, request, job_id)
-        return Change(is_made=response.changed, before=decode_state(response.state))
+        return self._changed(self._stub.CancelJob, pb.CancelJobRequest(job_id=job_id))
 
     def resume(self, job_id: str, **settings: object) -> "JobHandle":
         """Resumes a job that has ended as a new job, from its newest checkpoint; `settings` replace its own."""
@@ -308,8 +306,10 @@ class Client:
 
     def pause(self, job_id: str, *, is_paused: bool = True) -> Change:
         """Pauses a training job after its open round, or lets it go on with `is_paused=False`."""
-        request = pb.PauseJobRequest(job_id=job_id, is_paused=is_paused)
-        response = self._ask(self._stub.PauseJob, request, job_id)
+        return self._changed(self._stub.PauseJob, pb.PauseJobRequest(job_id=job_id, is_paused=is_paused))
+
+    def _changed(self, call: Any, request: Any) -> Change:
+        response = self._ask(call, request, request.job_id)
         return Change(is_made=response.changed, before=decode_state(response.state))
 
     def scale(self, job_id: str, num_ranks: int) -> int:
@@ -404,21 +404,15 @@ class Client:
                 request.positions.extend(to_message(one, pb.LogPosition) for one in lines.positions())
 
     def _logs_once(self, request: pb.StreamLogsRequest, lines: RankLines) -> Iterator[LogLine]:
-        with self._calling(request.job_id):
-            call = self._stub.StreamLogs(request, metadata=self._metadata)
-            try:
-                for part in call:
-                    if part.error:
-                        yield LogLine(rank=part.rank, error=part.error)
-                    if part.HasField("begins"):
-                        yield from lines.begin(from_message(part.begins, LogPosition))
-                    if part.data:
-                        yield from lines.add(part.rank, part.data)
-                yield from lines.rest()
-            finally:
-                # Whoever stops reading closes this generator: without the cancel, the call and its log streams would
-                # stay open.
-                call.cancel()  # type: ignore[no-untyped-call]
+        with self._stream(self._stub.StreamLogs, request) as parts:
+            for part in parts:
+                if part.error:
+                    yield LogLine(rank=part.rank, error=part.error)
+                if part.HasField("begins"):
+                    yield from lines.begin(from_message(part.begins, LogPosition))
+                if part.data:
+                    yield from lines.add(part.rank, part.data)
+            yield from lines.rest()
 
     def timeline(self, job_id: str) -> str:
         """The timeline so far of a job with `timeline=True`, as JSON lines."""
@@ -463,24 +457,18 @@ class Client:
         return lost_s
 
     def _watch_once(self, job_id: str) -> Iterator[Event]:
-        with self._calling(job_id):
-            call = self._stub.WatchJob(pb.WatchJobRequest(job_id=job_id), metadata=self._metadata)
-            has_warned = False
-            try:
-                for message in call:
-                    self._was_answered = True
-                    event = decode_event(message)
-                    if event is not None:
-                        yield event
-                    elif not has_warned:
-                        log.warning("job=%s has events that this client is too old to show", job_id)
-                        has_warned = True
-                    if isinstance(event, JobResult):
-                        return
-            finally:
-                # Whoever stops reading closes this generator: without the cancel, the coordinator would go on sending
-                # to the call.
-                call.cancel()  # type: ignore[no-untyped-call]
+        has_warned = False
+        with self._stream(self._stub.WatchJob, pb.WatchJobRequest(job_id=job_id)) as messages:
+            for message in messages:
+                self._was_answered = True
+                event = decode_event(message)
+                if event is not None:
+                    yield event
+                elif not has_warned:
+                    log.warning("job=%s has events that this client is too old to show", job_id)
+                    has_warned = True
+                if isinstance(event, JobResult):
+                    return
         raise Unreachable(f"the coordinator at {self.address} ended the watch before job {job_id} ended")
 
     def _ask(
@@ -488,6 +476,18 @@ class Client:
     ) -> Response:
         with self._calling(job_id):
             return call(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+
+    @contextmanager
+    def _stream(self, method: Any, request: Any) -> Iterator[Any]:
+        """Context with the answers of a call on a job."""
+        with self._calling(request.job_id):
+            call = method(request, metadata=self._metadata)
+            try:
+                yield call
+            finally:
+                # Whoever stops reading closes the generator that reads: without the cancel, the coordinator would go on
+                # sending to the call.
+                call.cancel()
 
     def _pages(self, call: Any, request: Any) -> Iterator[Any]:
         """The answers to a call that lists something, page by page."""

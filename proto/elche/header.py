@@ -5,14 +5,11 @@ from hashlib import blake2b
 from struct import pack
 from typing import Protocol
 
+from elche.contributions import Contribution
 
-class DigestedRow(Protocol):
+
+class DigestedRow(Contribution, Protocol):
     """The fields of a row in the digest: those that a rank sends to the coordinator."""
-
-    @property
-    def weight(self) -> int:
-        """Samples since the last average."""
-        ...
 
     @property
     def cut(self) -> int:
@@ -30,18 +27,8 @@ class DigestedRow(Protocol):
         ...
 
     @property
-    def finite(self) -> int:
-        """1 if its values are finite, else 0."""
-        ...
-
-    @property
     def version(self) -> int:
         """Version of its model before the round."""
-        ...
-
-    @property
-    def unusual(self) -> int:
-        """1 if its step is far longer than its earlier ones, else 0."""
         ...
 
 

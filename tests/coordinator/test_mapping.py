@@ -8,7 +8,8 @@ import pytest
 import elche_client.events as client
 from elche.mapping import from_message, to_message
 from elche.settings import AgreedSettings
-from elche.v1 import agent_pb2, job_pb2, rank_pb2
+from elche.v1 import access_pb2, agent_pb2, job_pb2, rank_pb2
+from elche_client.commands.tokens import Token
 from elche_client.options import JobOptions
 from elche_client.transport.codec import decode_event
 from elche_coordinator import codec
@@ -92,6 +93,8 @@ PAIRS: dict[tuple[Any, Any], tuple[set[str], set[str]]] = {
     (client.Checkpoint, job_pb2.Checkpoint): (set(), set()),
     (client.UserEvent, job_pb2.UserEvent): (set(), set()),
     (client.JobResult, job_pb2.JobResult): (set(), set()),
+    (client.LinkView, job_pb2.LinkMeasured): ({"host", "other", "error"}, set()),
+    (Token, access_pb2.Token): (set(), set()),
     (describe.JobView, job_pb2.JobView): (
         {one.name for one in fields(describe.JobView)} - {one.name for one in fields(client.JobView)},
         set(),

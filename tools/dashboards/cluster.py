@@ -1,37 +1,17 @@
 """The cluster at a glance: is anything wrong, which jobs train, when do they end, what is free."""
 
+import look
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 from grafana_foundation_sdk.builders.stat import Panel as Figure
 from grafana_foundation_sdk.builders.table import Panel as Table
-from look import (
-    BAD,
-    BLUE,
-    GOOD,
-    GREEN,
-    GREY,
-    PLAIN,
-    TIMES,
-    WARN,
-    Event,
-    column,
-    figure,
-    fixed,
-    heading,
-    lines,
-    now,
-    over_time,
-    page,
-    rows,
-    set_to,
-    shows,
-    stacked,
-    timeline,
-)
-from states import JOB_STATES, TEXTS, coded
+from states import JOB_STATES, STATE, TEXTS, coded
 
 ALERTS = 'ALERTS{alertname=~"Elche.+", alertstate="firing"}'
 SPEED = "avg_over_time(elche_rank_samples_per_second[1m])"
 SLOWEST = f"max by (job) ({SPEED}) / min by (job) ({SPEED} > 0)"
+SELF = " and on (instance) elche_agents"
+"""Of Prometheus's own metrics of processes, those of the coordinator."""
+RESTARTED = look.Event("coordinator restarted", "process_start_time_seconds", "{{instance}}", look.WARN, only=SELF)
 OPEN_JOB = {
     "title": "Open this job",
     "url": "/d/elche-job?var-job=${__data.fields.Job}&${__url_time_range}",
@@ -40,162 +20,126 @@ OPEN_JOB = {
 
 
 def cluster() -> Dashboard:
-    return (
-        page("elche-cluster", "elche / Cluster", "All jobs and devices of one coordinator.")
-        .annotation(Event("rank lost", "elche_job_lost_ranks_total", "{{job}}", BAD))
-        .annotation(
-            Event(
-                "coordinator restarted",
-                "process_start_time_seconds",
-                "{{instance}}",
-                WARN,
-                only=" and on (instance) elche_agents",
-            )
-        )
-        .with_panel(coordinator_is_up())
-        .with_panel(_alerts())
-        .with_panel(
-            figure(
-                "Jobs that train",
-                "Jobs in state training.",
-                now('sum(elche_job_state{state="training"}) or vector(0)'),
+    return look.page(
+        "elche-cluster",
+        "elche / Cluster",
+        "All jobs and devices of one coordinator.",
+        coordinator_is_up(),
+        _alerts(),
+        look.figure(
+            "Jobs that train",
+            "Jobs in state training.",
+            'sum(elche_job_state{state="training"}) or vector(0)',
+            unit="none",
+        ),
+        look.figure(
+            "Jobs that wait",
+            "Queued jobs. Look into it when devices are free, or when the number stays.",
+            'sum(elche_jobs{state="queued"}) or vector(0)',
+            unit="none",
+            steps=((None, look.PLAIN), (1, look.WARN)),
+        ),
+        look.figure(
+            "Devices free",
+            "Device slots that no job uses. If jobs wait nevertheless, each needs more than these.",
+            look.now('sum(elche_slots{state="free"})', "free"),
+            look.now("sum(elche_slots)", "of"),
+            unit="none",
+            span=6,
+        ),
+        look.figure(
+            "Agents",
+            "Hosts that offer devices: as many as elche-worker was started on, unless one was lost.",
+            "elche_agents",
+            unit="none",
+        ),
+        look.figure(
+            "Samples per second",
+            "Samples trained per second by all jobs.",
+            "sum(rate(elche_job_samples_total[1m])) or vector(0)",
+            unit="locale",
+        ).decimals(0),
+        _jobs(),
+        look.timeline(
+            "What happened: state of each job",
+            "Red is failed; grey is queued.",
+            look.over_time(coded("elche_job_state", "", JOB_STATES, "job"), "{{job}}"),
+            texts=TEXTS,
+        ),
+        "Use of the devices",
+        look.lines(
+            "Samples per second of each job: falls when devices slow down or wait",
+            "Samples trained per second, averaged over the last scrapes.",
+            look.over_time("sum by (job) (rate(elche_job_samples_total[$__rate_interval]))", "{{job}}"),
+            unit="short",
+        ),
+        look.stacked(
+            look.lines(
+                "Device slots: green works, grey is free",
+                "Number of device slots by state.",
+                look.over_time("sum by (state) (elche_slots)", "{{state}}"),
                 unit="none",
             )
         )
-        .with_panel(
-            figure(
-                "Jobs that wait",
-                "Queued jobs. Look into it when devices are free, or when the number stays.",
-                now('sum(elche_jobs{state="queued"}) or vector(0)'),
-                unit="none",
-                steps=((None, PLAIN), (1, WARN)),
-            )
-        )
-        .with_panel(
-            figure(
-                "Devices free",
-                "Device slots that no job uses. If jobs wait nevertheless, each needs more than these.",
-                now('sum(elche_slots{state="free"})', "free"),
-                now("sum(elche_slots)", "of"),
-                unit="none",
-            ).span(6)
-        )
-        .with_panel(
-            figure(
-                "Agents",
-                "Hosts that offer devices: as many as elche-worker was started on, unless one was lost.",
-                now("elche_agents"),
-                unit="none",
-            )
-        )
-        .with_panel(
-            figure(
-                "Samples per second",
-                "Samples trained per second by all jobs.",
-                now("sum(rate(elche_job_samples_total[1m])) or vector(0)"),
-                unit="locale",
-            ).decimals(0)
-        )
-        .with_panel(_jobs())
-        .with_panel(
-            timeline(
-                "What happened: state of each job",
-                "Red is failed; grey is queued.",
-                over_time(coded("elche_job_state", "", JOB_STATES, "job"), "{{job}}"),
-                texts=TEXTS,
-            )
-        )
-        .with_row(heading("Use of the devices"))
-        .with_panel(
-            lines(
-                "Samples per second of each job: falls when devices slow down or wait",
-                "Samples trained per second, averaged over the last scrapes.",
-                over_time("sum by (job) (rate(elche_job_samples_total[$__rate_interval]))", "{{job}}"),
-                unit="short",
-            )
-        )
-        .with_panel(
-            stacked(
-                lines(
-                    "Device slots: green works, grey is free",
-                    "Number of device slots by state.",
-                    over_time("sum by (state) (elche_slots)", "{{state}}"),
-                    unit="none",
-                )
-            )
-            .decimals(0)
-            .override_by_name("free", set_to(color=fixed(GREY)))
-            .override_by_name("busy", set_to(color=fixed(GREEN)))
-        )
+        .decimals(0)
+        .override_by_name("free", look.set_to(color=look.fixed(look.GREY)))
+        .override_by_name("busy", look.set_to(color=look.fixed(look.GREEN))),
+        events=[look.Event("rank lost", "elche_job_lost_ranks_total", "{{job}}", look.BAD), RESTARTED],
     )
 
 
 def coordinator_is_up() -> Figure:
     text = "Whether Prometheus can scrape the coordinator. While it is down, no managed job makes progress."
-    panel = figure(
-        "Coordinator", text, now("count(elche_agents) or vector(0)"), unit="none", steps=((None, BAD), (1, GOOD))
-    )
-    return panel.mappings(shows({"0": ("DOWN", BAD), "1": ("up", GOOD)}))
+    steps = ((None, look.BAD), (1, look.GOOD))
+    panel = look.figure("Coordinator", text, "count(elche_agents) or vector(0)", unit="none", steps=steps)
+    return panel.mappings(look.shows({"0": ("DOWN", look.BAD), "1": ("up", look.GOOD)}))
 
 
 def _alerts() -> Figure:
     text = "Alerts of docker/prometheus/rules/elche.yml that fire now; each one's description says what to do."
-    panel = figure("Alerts", text, now(f"count({ALERTS}) or vector(0)"), unit="none", steps=((None, GOOD), (1, BAD)))
-    return panel.mappings(shows({"0": ("none", GOOD)}))
+    panel = look.figure(
+        "Alerts", text, f"count({ALERTS}) or vector(0)", unit="none", steps=((None, look.GOOD), (1, look.BAD))
+    )
+    return panel.mappings(look.shows({"0": ("none", look.GOOD)}))
 
 
 def _jobs() -> Table:
     columns = {
-        "": column("max by (job, name) (elche_job_info)"),
-        "State": column(coded("elche_job_state", "", JOB_STATES, "job")),
-        "Progress": column("max by (job) (elche_job_progress_ratio)"),
-        "Ends in": column("max by (job) (elche_job_remaining_seconds)"),
-        "Ranks": column("max by (job) (elche_job_ranks)"),
-        "Samples/s": column("max by (job) (elche_job_samples_per_second)"),
-        "Slowest rank": column(SLOWEST),
-        "Averaging": column("max by (job) (elche_job_overhead_ratio)"),
-        "Loss": column("max by (job) (elche_job_loss)"),
-        "Lost ranks": column("max by (job) (elche_job_lost_ranks_total)"),
-        "Checkpoint": column("max by (job) (elche_job_checkpoint_age_seconds)"),
+        "": look.column("max by (job, name) (elche_job_info)"),
+        "State": look.column(coded("elche_job_state", "", JOB_STATES, "job")),
+        "Progress": look.column("max by (job) (elche_job_progress_ratio)"),
+        "Ends in": look.column("max by (job) (elche_job_remaining_seconds)"),
+        "Ranks": look.column("max by (job) (elche_job_ranks)"),
+        "Samples/s": look.column("max by (job) (elche_job_samples_per_second)"),
+        "Slowest rank": look.column(SLOWEST),
+        "Averaging": look.column("max by (job) (elche_job_overhead_ratio)"),
+        "Loss": look.column("max by (job) (elche_job_loss)"),
+        "Lost ranks": look.column("max by (job) (elche_job_lost_ranks_total)"),
+        "Checkpoint": look.column("max by (job) (elche_job_checkpoint_age_seconds)"),
     }
-    background = {"type": "color-text"}
     return (
-        rows(
+        look.rows(
             "Jobs: click one to open it",
             "Slowest rank: how many times slower than the fastest. Averaging: fraction of the time in which "
             "rounds kept ranks from training. Checkpoint: age of the newest one.",
             columns,
             labels={"job": "Job", "name": "Name"},
         )
-        .override_by_name("Job", set_to(links=[OPEN_JOB], custom__width=180))
-        .override_by_name(
-            "State",
-            set_to(mappings=[mapping.to_json() for mapping in shows(TEXTS)], custom__cellOptions=background),
-        )
+        .override_by_name("Job", look.set_to(links=[OPEN_JOB], custom__width=180))
+        .override_by_name("State", STATE)
         .override_by_name(
             "Progress",
-            set_to(
-                unit="percentunit",
-                min=0,
-                max=1,
-                custom__cellOptions={"type": "gauge", "mode": "basic", "valueDisplayMode": "text"},
-                color=fixed(BLUE),
-                custom__width=180,
-            ),
+            look.set_to(unit="percentunit", min=0, max=1, **look.GAUGE, color=look.fixed(look.BLUE), custom__width=180),
         )
-        .override_by_name("Ends in", set_to(unit="dtdurations"))
-        .override_by_name("Samples/s", set_to(unit="locale", decimals=0))
-        .override_by_name("Slowest rank", set_to(unit=TIMES, decimals=1))
+        .override_by_name("Ends in", look.set_to(unit="dtdurations"))
+        .override_by_name("Samples/s", look.set_to(unit="locale", decimals=0))
+        .override_by_name("Slowest rank", look.set_to(unit=look.TIMES, decimals=1))
         .override_by_name(
-            "Averaging",
-            set_to(unit="percentunit", decimals=1, thresholds=_steps(0.1, 0.3), custom__cellOptions=background),
+            "Averaging", look.set_to(unit="percentunit", decimals=1, thresholds=look.WASTE, **look.COLORED)
         )
-        .override_by_name("Loss", set_to(decimals=3))
-        .override_by_name("Lost ranks", set_to(thresholds=_steps(1, 2), custom__cellOptions=background))
-        .override_by_name("Checkpoint", set_to(unit="dtdurations"))
+        .override_by_name("Loss", look.set_to(decimals=3))
+        .override_by_name(
+            "Lost ranks", look.set_to(thresholds=look.limits((1, look.WARN), (2, look.BAD)), **look.COLORED)
+        )
+        .override_by_name("Checkpoint", look.set_to(unit="dtdurations"))
     )
-
-
-def _steps(warn: float, bad: float) -> dict[str, object]:
-    steps = [{"color": PLAIN, "value": None}, {"color": WARN, "value": warn}, {"color": BAD, "value": bad}]
-    return {"mode": "absolute", "steps": steps}

@@ -1,6 +1,6 @@
 """The look of all dashboards: one data source, one colour per rank, units, thresholds and legends chosen once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self, TypeVar
 
 from grafana_foundation_sdk.builders import bargauge, common, dashboard, stat, statetimeline, table, timeseries
@@ -16,18 +16,7 @@ GOOD, WARN, BAD, PLAIN = "green", "orange", "red", "text"
 BLUE, ORANGE, PURPLE, CYAN, YELLOW, GREY = "#5794F2", "#FF9830", "#B877D9", "#37C8C8", "#FADE2A", "#8E8E8E"
 GREEN, PALE = "#56A64B", "#8AB8FF"
 # Ranks 3, 13 and 23 share a colour. No red and no green: those say bad and good.
-RANK_COLORS = (
-    BLUE,
-    ORANGE,
-    PURPLE,
-    CYAN,
-    YELLOW,
-    "#F48FB1",
-    "#A0855B",
-    "#C0D8FF",
-    "#8E7CFF",
-    "#D0D0D0",
-)
+RANK_COLORS = (BLUE, ORANGE, PURPLE, CYAN, YELLOW, "#F48FB1", "#A0855B", "#C0D8FF", "#8E7CFF", "#D0D0D0")
 TIMES, PER_SECOND = "suffix:×", "suffix:/s"
 
 Steps = Sequence[tuple[float | None, str]]
@@ -74,14 +63,18 @@ def column(expr: str) -> Query:
     return Query().expr(expr).instant().format(prometheus.PromQueryFormat.TABLE)
 
 
+def queries_of(given: Sequence[Query | str], query: Callable[[str], Query]) -> list[Query]:
+    """The queries, of which those that are only an expression get a query without a legend."""
+    return [query(one) if isinstance(one, str) else one for one in given]
+
+
 def thresholds(steps: Steps) -> dashboard.ThresholdsConfig:
     mode = models.ThresholdsMode.ABSOLUTE
     return dashboard.ThresholdsConfig().mode(mode).steps([models.Threshold(value, color) for value, color in steps])
 
 
-def color(mode: models.FieldColorModeId, fixed: str | None = None) -> dashboard.FieldColor:
-    chosen = dashboard.FieldColor().mode(mode)
-    return chosen.fixed_color(fixed) if fixed else chosen
+def color(mode: models.FieldColorModeId) -> dashboard.FieldColor:
+    return dashboard.FieldColor().mode(mode)
 
 
 def set_to(**properties: Any) -> list[models.DynamicConfigValue]:
@@ -95,6 +88,12 @@ def fixed(name: str) -> dict[str, str]:
     return {"mode": "fixed", "fixedColor": name}
 
 
+def limits(*steps: tuple[float, str]) -> dict[str, object]:
+    """Thresholds as a property of an override: plain below the first."""
+    first = {"color": PLAIN, "value": None}
+    return {"mode": "absolute", "steps": [first, *({"color": color, "value": value} for value, color in steps)]}
+
+
 def shows(texts: Mapping[str, tuple[str, str]]) -> list[models.ValueMapping]:
     """Value -> (text, colour)."""
     results = {
@@ -102,6 +101,13 @@ def shows(texts: Mapping[str, tuple[str, str]]) -> list[models.ValueMapping]:
         for index, (value, (text, color)) in enumerate(texts.items())
     }
     return [models.ValueMap(options=results)]
+
+
+COLORED: dict[str, Any] = {"custom__cellOptions": {"type": "color-text"}}
+"""A table's cell whose text has the colour of its threshold or mapping."""
+GAUGE: dict[str, Any] = {"custom__cellOptions": {"type": "gauge", "mode": "basic", "valueDisplayMode": "text"}}
+WASTE = limits((0.1, WARN), (0.3, BAD))
+"""Of a fraction of the time that is lost: as the default of overhead_target."""
 
 
 def colored(panel: Kind, names: Mapping[str, str]) -> Kind:
@@ -129,10 +135,17 @@ def last() -> common.ReduceDataOptions:
     return common.ReduceDataOptions().calcs(["lastNotNull"])
 
 
-def figure(title: str, text: str, *queries: Query, unit: str, steps: Steps = ((None, PLAIN),)) -> stat.Panel:
+def legend() -> common.VizLegendOptions:
+    options = common.VizLegendOptions().display_mode(shapes.LegendDisplayMode.LIST)
+    return options.placement(shapes.LegendPlacement.BOTTOM).show_legend(True)
+
+
+def figure(
+    title: str, text: str, *queries: Query | str, unit: str, steps: Steps = ((None, PLAIN),), span: int = 3
+) -> stat.Panel:
     """One number to be read from across the room."""
     panel = (
-        framed(stat.Panel(), title, text, queries, unit, steps)
+        framed(stat.Panel(), title, text, queries_of(queries, now), unit, steps)
         .color_scheme(color(models.FieldColorModeId.THRESHOLDS))
         .color_mode(shapes.BigValueColorMode.VALUE)
         .graph_mode(shapes.BigValueGraphMode.NONE)
@@ -140,41 +153,38 @@ def figure(title: str, text: str, *queries: Query, unit: str, steps: Steps = ((N
         .reduce_options(last())
         .no_value("–")
     )
-    return panel.span(3).height(4)
+    return panel.span(span).height(4)
 
 
 def lines(
     title: str,
     text: str,
-    *queries: Query,
+    *queries: Query | str,
     unit: str,
     steps: Steps = ((None, GOOD),),
     by_rank: bool = False,
     colors: Mapping[str, str] | None = None,
+    span: int = 12,
 ) -> timeseries.Panel:
-    """Curves; the legend has the last values, thresholds are dashed lines, `colors` are by name."""
+    """Curves, with `by_rank` one for each rank; the legend has the last values, thresholds are dashed lines, `colors`
+    are by name.
+    """
     style = common.GraphThresholdsStyleConfig().mode(
         shapes.GraphThresholdsStyleMode.DASHED if len(steps) > 1 else shapes.GraphThresholdsStyleMode.OFF
     )
     panel = (
-        framed(timeseries.Panel(), title, text, queries, unit, steps)
+        framed(timeseries.Panel(), title, text, queries_of(queries, each_rank if by_rank else over_time), unit, steps)
         .color_scheme(color(models.FieldColorModeId.PALETTE_CLASSIC))
         .thresholds_style(style)
         .line_width(2)
         .fill_opacity(0)
         .show_points(shapes.VisibilityMode.AUTO)
         .min(0)
-        .legend(
-            common.VizLegendOptions()
-            .display_mode(shapes.LegendDisplayMode.LIST)
-            .placement(shapes.LegendPlacement.BOTTOM)
-            .show_legend(True)
-            .calcs(["lastNotNull"])
-        )
+        .legend(legend().calcs(["lastNotNull"]))
         .tooltip(common.VizTooltipOptions().mode(shapes.TooltipDisplayMode.MULTI).sort(shapes.SortOrder.DESCENDING))
     )
     panel = with_rank_colors(panel) if by_rank else colored(panel, colors or {})
-    return panel.span(12).height(8)
+    return panel.span(span).height(8)
 
 
 def stacked(panel: timeseries.Panel) -> timeseries.Panel:
@@ -188,10 +198,10 @@ def stacked(panel: timeseries.Panel) -> timeseries.Panel:
     )
 
 
-def bars(title: str, text: str, *queries: Query, unit: str, steps: Steps = ((None, GOOD),)) -> bargauge.Panel:
+def bars(title: str, text: str, *queries: Query, unit: str) -> bargauge.Panel:
     """Lying bars, one per series."""
     panel = (
-        framed(bargauge.Panel(), title, text, queries, unit, steps)
+        framed(bargauge.Panel(), title, text, queries, unit, ((None, GOOD),))
         .color_scheme(color(models.FieldColorModeId.THRESHOLDS))
         .display_mode(shapes.BarGaugeDisplayMode.BASIC)
         .orientation(shapes.VizOrientation.HORIZONTAL)
@@ -217,12 +227,7 @@ def timeline(title: str, text: str, *queries: Query, texts: Mapping[str, tuple[s
         .row_height(0.8)
         .fill_opacity(80)
         .line_width(0)
-        .legend(
-            common.VizLegendOptions()
-            .display_mode(shapes.LegendDisplayMode.LIST)
-            .placement(shapes.LegendPlacement.BOTTOM)
-            .show_legend(True)
-        )
+        .legend(legend())
     )
     return panel.span(24).height(8)
 
@@ -275,8 +280,17 @@ class EventQuery(models.AnnotationQuery):
         return {**known, "target": target, **texts}
 
 
-def page(uid: str, title: str, text: str, *, since: str = "now-1h") -> dashboard.Dashboard:
-    """A dashboard with links to the others that keep the time range and the variables."""
+def page(
+    uid: str,
+    title: str,
+    text: str,
+    *parts: Builder[models.Panel] | str,
+    events: Sequence[Event] = (),
+    variables: Sequence[dashboard.QueryVariable] = (),
+) -> dashboard.Dashboard:
+    """A dashboard of panels, and of headings of the rows below them, with links to the others that keep the time range
+    and the variables.
+    """
     links = (
         dashboard.DashboardLink("elche")
         .type(models.DashboardLinkType.DASHBOARDS)
@@ -284,17 +298,27 @@ def page(uid: str, title: str, text: str, *, since: str = "now-1h") -> dashboard
         .keep_time(True)
         .include_vars(True)
     )
-    return (
+    made = (
         dashboard.Dashboard(title)
         .uid(uid)
         .description(text)
         .tags(["elche"])
-        .time(since, "now")
+        .time("now-1h", "now")
         .refresh("10s")
         .timezone("browser")
         .tooltip(models.DashboardCursorSync.CROSSHAIR)
         .link(links)
     )
+    for choice in variables:
+        made.with_variable(choice)
+    for event in events:
+        made.annotation(event)
+    for part in parts:
+        if isinstance(part, str):
+            made.with_row(dashboard.Row(part))
+        else:
+            made.with_panel(part)
+    return made
 
 
 def variable(name: str, label: str, query: str) -> dashboard.QueryVariable:
@@ -317,7 +341,3 @@ RANK = (
     .all_value(".*")
     .current(models.VariableOption(selected=True, text=["All"], value=["$__all"]))
 )
-
-
-def heading(text: str) -> dashboard.Row:
-    return dashboard.Row(text)

@@ -1,5 +1,7 @@
 """States as numbers, texts and colours: Prometheus has them as labels, Grafana's timelines want values."""
 
+import look
+
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
 
@@ -31,6 +33,8 @@ RANK_STATES = {
 COLORS = JOB_STATES | RANK_STATES
 CODES = {state: number for number, state in enumerate(COLORS, start=1)}
 TEXTS = {str(number): (state, COLORS[state]) for state, number in CODES.items()}
+STATE = look.set_to(mappings=[one.to_json() for one in look.shows(TEXTS)], **look.COLORED)
+"""Properties of a table's column of states."""
 
 assert {*JobPhase, *Outcome} <= JOB_STATES.keys(), "a new state of jobs needs a colour"
 assert {*RankPhase} <= RANK_STATES.keys(), "a new state of ranks needs a colour"

@@ -17,7 +17,7 @@ from elche_client.client import Client, JobHandle
 from elche_client.commands.naming import folder_or_job, of_job
 from elche_client.display.formatting import printable
 from elche_client.display.notices import print_notice
-from elche_client.display.output import UploadNotice, exit_code_of, print_ending, print_made, resume_hint
+from elche_client.display.output import UploadNotice, exit_code_of, print_ending, print_made
 from elche_client.display.progress import make_progress
 from elche_client.display.record import JobRecord, to_json
 from elche_client.display.summary import host_problems, hosts_table, jobs_table, says_why, wide_console
@@ -325,7 +325,7 @@ def _hint(handle: JobHandle, record: JobRecord) -> str:
         return ""
     if record.last_view is not None and not any(rank.log_path for rank in record.last_view.ranks):
         return f"to go on, start the script again with ELCHE_RESUME={shlex.quote(record.checkpoint.path)}"
-    return resume_hint(f"elche resume {shlex.quote(handle.id)}{_where(handle)}")
+    return f"to go on: elche resume {shlex.quote(handle.id)}{_where(handle)}"
 
 
 def _where(handle: JobHandle) -> str:

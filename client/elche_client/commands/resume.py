@@ -58,28 +58,14 @@ def resume_job(job_id: str, options: JobOptions, address: str, *, as_json: bool)
     return watch(handle.id, address, as_json=as_json)
 
 
-def resume_here(
-    place: str,
-    file: Path | None,
-    options: JobOptions,
-    *,
-    device: str,
-    out: Path | None,
-    as_json: bool,
-    shows_logs: bool = True,
-) -> int:
-    """Resumes a training on this machine from a checkpoint, or from the newest one below a folder."""
+def resume_here(place: str, file: Path | None, options: JobOptions, **how: Any) -> int:
+    """Resumes a training on this machine from a checkpoint, or from the newest one below a folder. `how` are fields of
+    `LocalRun`: `device`, `out`, `as_json`, `shows_logs`.
+    """
     if "://" in place:
         if file is None:
             raise InvalidJob(f"the job's file is needed too: elche resume {place} FILE")
-        return LocalRun(
-            path=file,
-            options=replace(options, resume=place),
-            device=device,
-            out=out,
-            as_json=as_json,
-            shows_logs=shows_logs,
-        ).run()
+        return LocalRun(path=file, options=replace(options, resume=place), **how).run()
     damaged: list[DamagedCheckpoint] = []
     folder, manifest = newest_whole(Path(place), damaged.append)
     command = _command_of(folder)
@@ -105,15 +91,8 @@ def resume_here(
         print_notice(str(error))
     older = "; what was trained after it is trained again" if damaged else ""
     print_notice(f"resuming from {folder}{older}")
-    return kind(
-        path=path,
-        options=options,
-        device=device,
-        out=out,
-        as_json=as_json,
-        shows_logs=shows_logs,
-        working_folder=None if file else _working_folder(command),
-    ).run()
+    working_folder = None if file else _working_folder(command)
+    return kind(path=path, options=options, working_folder=working_folder, **how).run()
 
 
 def _working_folder(command: dict[str, Any]) -> Path | None:
@@ -226,10 +205,10 @@ def _tell_edited(folder: Path) -> None:
             break
 
 
-def replay_run(
-    folder: Path, options: JobOptions, *, device: str, out: Path | None, as_json: bool, shows_logs: bool = True
-) -> int:
-    """Repeats the rounds of a run on this machine. Raises `InvalidJob` for a folder that cannot be replayed."""
+def replay_run(folder: Path, options: JobOptions, **how: Any) -> int:
+    """Repeats the rounds of a run on this machine; `how` as for `resume_here`. Raises `InvalidJob` for a folder that
+    cannot be replayed.
+    """
     try:
         command: dict[str, Any] = json.loads((folder / COMMAND).read_text(encoding="utf-8"))
         recording = (folder / CADENCE).read_bytes()
@@ -266,15 +245,8 @@ def replay_run(
         arguments=options.arguments or tuple(command.get("arguments", ())),
         environment={**command.get("environment", {}), **options.environment},
     )
-    return LocalRun(
-        path=_source(folder, path),
-        options=options,
-        device=device,
-        out=out,
-        as_json=as_json,
-        shows_logs=shows_logs,
-        working_folder=_working_folder(command),
-    ).run()
+    working_folder = _working_folder(command)
+    return LocalRun(path=_source(folder, path), options=options, working_folder=working_folder, **how).run()
 
 
 def _num_trained(folder: Path, resumed: str) -> int:

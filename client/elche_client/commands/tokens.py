@@ -6,6 +6,7 @@ from typing import Self
 
 import grpc
 
+from elche.mapping import from_message
 from elche.status import calling
 from elche.token import Role
 from elche.v1 import access_pb2 as pb
@@ -68,11 +69,10 @@ class Tokens:
 
 
 def _token(message: pb.Token) -> Token:
-    return Token(
-        id=message.id,
-        name=message.name,
+    return from_message(
+        message,
+        Token,
         role=Role(pb.Role.Name(message.role).removeprefix("ROLE_").lower()),
         made_at=datetime.fromtimestamp(message.made_at, UTC),
         expires_at=datetime.fromtimestamp(message.expires_at, UTC) if message.expires_at else None,
-        made_by=message.made_by,
     )

@@ -58,11 +58,6 @@ class UploadNotice:
             print_notice(f"uploads the folder: {uploaded / 1e6:.0f} of {size / 1e6:.0f} MB")
 
 
-def resume_hint(command: str) -> str:
-    """The line with the command that resumes a job that has ended early."""
-    return f"to go on: {command}"
-
-
 def print_ending(
     result: JobResult,
     record: JobRecord,
@@ -88,7 +83,9 @@ def print_ending(
     if result.state is not JobState.SUCCEEDED and resume:
         print_notice(resume)
     if as_json:
-        print_json(result, as_event=as_event)
+        document = result_document(result)
+        sys.stdout.write(to_json({"event": "result", **document} if as_event else document) + "\n")
+        sys.stdout.flush()
     elif result.state is JobState.SUCCEEDED:
         print_summary(result, record, record_path)
 
@@ -102,13 +99,6 @@ def print_summary(result: JobResult, record: JobRecord, record_path: Path | None
     width = console.width if console.file.isatty() else None
     artifacts = record.last_view.artifacts if record.last_view else ""
     console.print(summary_panel(result, name=record.name, record=where, artifacts=artifacts, width=width))
-
-
-def print_json(result: JobResult, *, as_event: bool) -> None:
-    """Prints the result as one line of JSON on stdout."""
-    document = result_document(result)
-    sys.stdout.write(to_json({"event": "result", **document} if as_event else document) + "\n")
-    sys.stdout.flush()
 
 
 def log_paths(record: JobRecord, record_path: Path | None) -> list[str]:

@@ -57,16 +57,9 @@ def check_file(
     `device` is the kind of this machine's devices to use; None if the job runs elsewhere. `folder` is the ranks'
     working directory, which is sent with the file; None: this process's.
     """
-    arguments = [*arguments_of(path if folder is None else path.absolute(), options, device)]
-    arguments += ["--parent-pid", str(os.getpid())]
-    with tempfile.TemporaryFile() as output:
-        check = ChildProcess(
-            CHECK, MODULE, arguments, notifications, output=output, environment=options.environment, folder=folder
-        )
-        processes.add(check)
-        code = _end_of_check(notifications)
-        processes.end(check)
-        return read_report(_last_line(output), code, path)
+    arguments = arguments_of(path if folder is None else path.absolute(), options, device)
+    started = {"environment": options.environment, "folder": folder}
+    return _checked(arguments, path, notifications, processes, **started)
 
 
 def arguments_of(path: Path, options: JobOptions, device: str | None) -> list[str]:
@@ -88,14 +81,22 @@ def check_devices(
     """The devices of this machine for `num_ranks` ranks; 0: all. Raises `InvalidJob` if there are too few."""
     if device == "cpu":
         return (device,) * max(1, num_ranks)
-    arguments = ["--device", device, "--ranks", str(num_ranks), "--parent-pid", str(os.getpid())]
+    arguments = ["--device", device, "--ranks", str(num_ranks)]
+    report = _checked(arguments, Path("this machine"), notifications, processes)
+    return tuple(str(slot["device"]) for slot in report.slots)
+
+
+def _checked(
+    arguments: list[str], path: Path, notifications: NotificationQueue, processes: ChildProcesses, **started: Any
+) -> CheckReport:
+    """The report of a check's process; `started` are further arguments of `ChildProcess`."""
+    arguments = [*arguments, "--parent-pid", str(os.getpid())]
     with tempfile.TemporaryFile() as output:
-        check = ChildProcess(CHECK, MODULE, arguments, notifications, output=output)
+        check = ChildProcess(CHECK, MODULE, arguments, notifications, output=output, **started)
         processes.add(check)
         code = _end_of_check(notifications)
         processes.end(check)
-        slots = read_report(_last_line(output), code, Path("this machine")).slots
-        return tuple(str(slot["device"]) for slot in slots)
+        return read_report(_last_line(output), code, path)
 
 
 def _end_of_check(notifications: NotificationQueue) -> int:

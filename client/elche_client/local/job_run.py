@@ -28,7 +28,7 @@ from elche.output import outlive_readers
 from elche.token import VARIABLE
 from elche_client.display.formatting import printable
 from elche_client.display.notices import print_notice
-from elche_client.display.output import exit_code_of, print_ending, resume_hint
+from elche_client.display.output import exit_code_of, print_ending
 from elche_client.display.record import JobRecord, to_json
 from elche_client.events import Checkpoint, JobResult, JobState, JobView, RoundReport
 from elche_client.local.check import NEEDED_BY_WORKER, CheckReport, arguments_of, missing_of, read_report
@@ -218,13 +218,13 @@ class LocalRun:
         if self.folder is not None:
             with suppress(InvalidJob):
                 checkpoints_in(self.folder, lambda *damaged: None)
-                return resume_hint(f"elche resume {shlex.quote(str(self.folder))}")
+                return f"to go on: elche resume {shlex.quote(str(self.folder))}"
         before = "" if was_refused else self.options.resume
         place = self.record.checkpoint.path if self.record.checkpoint else before
         if not place:
             return ""
         file = f" {shlex.quote(str(self.path))}" if "://" in place else ""
-        return resume_hint(f"elche resume {shlex.quote(place)}{file}")
+        return f"to go on: elche resume {shlex.quote(place)}{file}"
 
     def _leave_at_once(self) -> None:
         """On a second signal: kills all processes."""

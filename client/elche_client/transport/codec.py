@@ -79,14 +79,7 @@ def decode_event(message: pb.WatchJobResponse) -> Event | None:
 
 
 def decode_link(found: pb.MeasureLinksResponse) -> LinkView:
-    return LinkView(
-        host=found.host,
-        other=found.other,
-        error=found.error,
-        round_trip_s=found.measured.round_trip_s,
-        to_bytes_per_s=found.measured.to_bytes_per_s,
-        from_bytes_per_s=found.measured.from_bytes_per_s,
-    )
+    return from_message(found.measured, LinkView, host=found.host, other=found.other, error=found.error)
 
 
 def decode_state(state: int) -> JobState:
