@@ -49,7 +49,7 @@ from elche_client.options import JobOptions, read_source
 from elche_client.transport.rank_output import LogTail, RankOutput
 
 if TYPE_CHECKING:
-    from elche_client.client import JobHandle
+    from elche_client.client import Client, JobHandle
     from elche_client.display.progress import ProgressDisplay
 
 COMMAND = "run.json"
@@ -81,6 +81,8 @@ START_TIMEOUT_S = 60.0
 """Seconds in which the coordinator must print its address."""
 RECONNECT_S = 30.0
 """Seconds in which a killed coordinator must be back."""
+RESTART_S = 1.0
+"""Seconds for which a submission waits for a killed coordinator before each further attempt."""
 CANCEL_TIMEOUT_S = 15.0
 """Seconds to wait for the result of a job that was cancelled."""
 CHECKPOINT_TIMEOUT_S = 60.0
@@ -168,7 +170,7 @@ class LocalRun:
             options = replace(options, output_dir=str(self.folder.resolve()))
             try:
                 with Client(address, token=self.token, tls="", reconnect_s=RECONNECT_S) as client:
-                    handle = client.submit_options(self.path, options)
+                    handle = self._submit(client, options)
                     self.record.job_id = handle.id
                     followed = self._follow(handle)
             except Unreachable as error:
@@ -176,6 +178,20 @@ class LocalRun:
         if followed[0].state is JobState.SUCCEEDED:  # its ranks have left, with all output read
             self.processes.ask_to_end()
         return followed
+
+    def _submit(self, client: "Client", options: JobOptions) -> "JobHandle":
+        """Submits the job, again while the coordinator, which was killed, is started again. Raises `ProcessError` once
+        it is not.
+        """
+        key, give_up_s = secrets.token_hex(16), time.monotonic() + RECONNECT_S  # the key: it may have the job already
+        while True:
+            try:
+                return client.submit_options(self.path, options, key=key)
+            except Unreachable:
+                if time.monotonic() >= give_up_s:
+                    raise
+            with suppress(TimeoutError):
+                wait_for_result(self.notifications, self._tell_restart, _early_end, timeout_s=RESTART_S)
 
     def _write_command(self, folder: Path, source: str, options: JobOptions) -> None:
         """Writes the arguments of this run for `elche replay` and `elche resume`."""
@@ -350,10 +366,14 @@ class LocalRun:
             except Interrupted as interrupted:
                 return self._save_and_cancel([handle], show, interrupted), interrupted.exit_code
 
+    def _tell_restart(self, event: Shown) -> None:
+        if isinstance(event, ProcessRestarted):
+            print_notice(f"the {event.process} was killed by {signal_name(event.number)}; it is started again")
+
     def _show(self, event: Shown, progress: "ProgressDisplay") -> None:
         self._record(event)
         if isinstance(event, ProcessRestarted):
-            print_notice(f"the {event.process} was killed by {signal_name(event.number)}; it is started again")
+            self._tell_restart(event)
         elif isinstance(event, RankOutput):
             progress.write(event)
         elif isinstance(event, JobView) and event.state is JobState.QUEUED and not self.as_events:
