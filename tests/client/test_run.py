@@ -17,10 +17,12 @@ import pytest
 
 from elche.errors import Unreachable
 from elche.manifest import write_manifest
-from elche_client.events import JobResult, JobState, RoundReport
+from elche_client.display.output import log_paths
+from elche_client.display.record import JobRecord
+from elche_client.events import JobResult, JobState, JobView, RankView, RoundReport
 from elche_client.local import job_run
 from elche_client.local.notifications import Interrupted, ProcessExited, ProcessRestarted
-from elche_client.local.processes import ProcessError
+from elche_client.local.processes import ProcessError, exit_error
 from elche_client.options import JobOptions
 
 ELCHE = [sys.executable, "-m", "elche_client"]
@@ -325,6 +327,19 @@ def test_an_agent_that_dies_is_named_with_its_last_words(place: Path) -> None:
     error = "the agent exited with code 1: cuda:7 is not there (log: out/agent.log)"
     assert f"elche: {error}" in done.stderr.splitlines()
     assert json.loads(done.stdout)["error"] == error
+
+
+def test_a_run_whose_folder_is_removed_names_no_log_that_is_gone(tmp_path: Path) -> None:
+    """`rm -rf runs` in the middle of a run: its last words sent the user to files that were not there."""
+    ended = exit_error(ProcessExited(process="coordinator", code=1, log=Path("runs/a/coordinator.log")))
+    gone = "(runs/a/coordinator.log is gone: a run needs its folder until it has ended)"
+    assert str(ended) == f"the coordinator exited with code 1 {gone}"
+    there = tmp_path / "rank-0.log"
+    there.touch()
+    ranks = tuple(RankView(rank=rank, log_path=str(tmp_path / f"rank-{rank}.log")) for rank in range(2))
+    record = JobRecord(last_view=JobView(job_id="j-1", name="digits", state=JobState.TRAINING, ranks=ranks))
+    assert log_paths(record, None, here=True) == [str(there)]
+    assert len(log_paths(record, None, here=False)) == 2, "they may be on other hosts"
 
 
 @pytest.mark.parametrize("name", ["coordinator.log", "agent.log"])

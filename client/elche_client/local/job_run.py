@@ -143,6 +143,7 @@ class LocalRun:
             as_json=self.as_json or self.as_events,
             as_event=self.as_events,
             record_path=record_path,
+            here=True,
             resume=self._hint(was_refused=result.invalid),
         )
         return code

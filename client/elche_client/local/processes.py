@@ -197,6 +197,8 @@ def exit_error(ended: ProcessExited) -> ProcessError:
     last = last_words(last_lines(ended.log)) if ended.log and says_why else ""
     words = f": {last}" if last else ""
     where = f" (log: {ended.log})" if ended.log else ""
+    if ended.log and not ended.log.exists():
+        where = f" ({ended.log} is gone: a run needs its folder until it has ended)"
     who = ended.process if ended.process.startswith("rank") else f"the {ended.process}"
     return ProcessError(f"{who} {how}{words}{where}")
 
