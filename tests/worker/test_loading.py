@@ -93,6 +93,14 @@ def test_a_file_whose_main_has_ended_it_in_order_is_told_to_let_it_return() -> N
         load_job("job = 1\nraise SystemExit(0)", "train.py")
 
 
+@pytest.mark.parametrize("call", ["raise SystemExit(1)", "job = main()"])
+def test_a_main_of_hydra_is_told_to_compose_its_configuration(call: str) -> None:
+    """It finds no configuration of a file that is not `__main__`, and what it calls returns None."""
+    file = f"class hydra:\n    def main(run):\n        return lambda: None\n@hydra.main\ndef main():\n    pass\n{call} # job"
+    with pytest.raises(InvalidJob, match=r"@hydra.main returns no job: put `with hydra.initialize\(FOLDER"):
+        load_job(file, "train.py")
+
+
 @pytest.mark.parametrize(
     ("argument", "code", "kind"),
     [
