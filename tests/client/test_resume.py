@@ -281,14 +281,23 @@ def test_a_module_that_has_changed_since_the_run_is_told(
     write_run(run)
     losses = tmp_path / "losses.py"
     losses.write_text("SIGN = 1\n")
-    path_of(run, "train-1234").write_text(json.dumps({"losses": [str(losses), "SIGN = 1\n"]}))
-    path_of(run, "damaged").write_text("{")
+    path_of(run, "j-1").write_text(json.dumps({"losses": [str(losses), "SIGN = 1\n"]}))
+    path_of(run, "of-another-job").write_text(json.dumps({"losses": [str(losses), "SIGN = 0\n"]}))
     path_of(tmp_path, "of-another-run").write_text(json.dumps({"losses": [str(losses), "SIGN = 0\n"]}))
     go_on(run, JobOptions())
     assert "since the run began" not in capsys.readouterr().err
     losses.write_text("SIGN = -1\n")
     go_on(run, JobOptions())
     assert f"{losses} has changed since the run began; it is imported as it is now" in capsys.readouterr().err
+
+
+def test_modules_that_cannot_be_read_are_not_told(
+    tmp_path: Path, begun: list[tuple[str, JobOptions, Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path)
+    path_of(tmp_path, "j-1").write_text("{")
+    go_on(tmp_path, JobOptions())
+    assert "since the run began" not in capsys.readouterr().err
 
 
 def test_a_loop_goes_on_as_a_loop(tmp_path: Path, begun: list[tuple[str, JobOptions, Path]]) -> None:

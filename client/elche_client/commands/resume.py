@@ -100,7 +100,7 @@ def resume_here(
     there = {rank: factor for rank, factor in _slow_factors(command).items() if rank < options.num_ranks}
     options = replace(options, slow_factors=options.slow_factors or there)
     path = file or _source(folder, Path(manifest["file_name"]))
-    _tell_edited(folder)
+    _tell_edited(folder, manifest["job"])
     for error in damaged:
         print_notice(str(error))
     older = "; what was trained after it is trained again" if damaged else ""
@@ -216,10 +216,10 @@ def _source(folder: Path, original: Path) -> Path:
     return copy.absolute()
 
 
-def _tell_edited(folder: Path) -> None:
-    """Tells of the user's own modules that have changed since the run of a checkpoint, or in a folder, began."""
+def _tell_edited(folder: Path, job_id: str = "*") -> None:
+    """Tells of the user's own modules that have changed since the job of a checkpoint, or a run in a folder, began."""
     for above in [folder.resolve(), *folder.resolve().parents][: DEPTH + 1]:
-        kept = sorted(above.glob(ALL))
+        kept = sorted(above.glob(ALL.replace("*", job_id)))  # several jobs may share a folder
         for files in filter(None, map(edited, map(read_modules, kept))):
             print_notice(f"{files} has changed since the run began; it is imported as it is now")
         if kept:  # above are those of other runs
