@@ -4,6 +4,7 @@
 """
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -140,8 +141,16 @@ def answer(words: Sequence[str], answers: int) -> int:
     trials = begin_trials(arguments.device)
     if arguments.file is not None:
         as_a_script(str(arguments.file), json.loads(arguments.arguments))
-    answer = _answer(arguments, trials)
-    os.write(answers, json.dumps(answer).encode() + b"\n")
+    try:
+        answer = _answer(arguments, trials)
+        # In one line, whatever indentation the file has made json's default.
+        line = json.dumps(answer).replace("\n", " ")
+        os.write(answers, line.encode() + b"\n")
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        sys.stderr.write(f"{arguments.file} has closed file descriptors that others have opened, as os.closerange does\n")
+        return 2
     return 0 if answer["ok"] else 2
 
 
