@@ -8,6 +8,7 @@ import time
 from codecs import BOM_UTF8
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from elche_client.options import JobOptions
 
 DEPTH = 4
 """Number of folders above a checkpoint that are searched for its run's folder."""
+TOLD_BYTES = 256 << 20
+"""Size of a checkpoint from which on it is told that it is read."""
 RECORD = "record.json"
 COMMAND_TYPES = {
     "file": str,
@@ -81,13 +84,13 @@ def resume_here(
             shows_logs=shows_logs,
         ).run()
     damaged: list[DamagedCheckpoint] = []
-    folder, manifest = newest_whole(Path(place), damaged.append)
+    folder, manifest = newest_whole(Path(place), damaged.append, _tell_check)
     command = _command_of(folder)
     is_loop = "loop" in manifest["training"]
     if file is None:
         more = f"set more epochs in the script: elche resume {folder} {manifest['file_name']}" if is_loop else ""
         _refuse_complete(Path(place), options, more)
-    kind = ScriptRun if is_loop else LocalRun
+    kind = ScriptRun if is_loop else partial(LocalRun, is_checked=True)
     options = replace(
         options,
         resume=str(folder.resolve()),
@@ -114,6 +117,12 @@ def resume_here(
         shows_logs=shows_logs,
         working_folder=None if file else _working_folder(command),
     ).run()
+
+
+def _tell_check(folder: Path, num_bytes: int) -> None:
+    """Tells what a large checkpoint's user waits for."""
+    if num_bytes >= TOLD_BYTES:
+        print_notice(f"reading {folder}, {num_bytes / 2**30:.1f} GiB, to see that it is as it was written")
 
 
 def _working_folder(command: dict[str, Any]) -> Path | None:

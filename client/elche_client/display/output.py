@@ -75,8 +75,8 @@ def print_ending(
     resume: str,
 ) -> None:
     """Prints the summary of a job that succeeded, else its error, its logs and `resume`, the command that resumes it;
-    with `as_json` also the result as JSON. `record_path`: the file with the job's record, if it was written. `here`: the
-    ranks were on this machine.
+    with `as_json` also the result as JSON. `record_path`: the file with the job's record, if it was written. `here`:
+    the ranks were on this machine.
     """
     if result.state is not JobState.SUCCEEDED:
         print_error(result.error or f"job {record.job_id} was {result.state}", traceback=result.traceback)

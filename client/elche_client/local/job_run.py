@@ -107,6 +107,8 @@ class LocalRun:
     """True if the output of the ranks is shown."""
     working_folder: Path | None = None
     """Working directory of the ranks; None: this process's."""
+    is_checked: bool = False
+    """True if the checkpoint to resume has just been found whole: its files are not read once more before ranks do."""
     folder: Path | None = None
     """`out`, once it is created."""
     notifications: NotificationQueue = field(default_factory=SimpleQueue)
@@ -272,7 +274,7 @@ class LocalRun:
             folder=self.working_folder,
         )
         self.processes.add(agent)
-        words = arguments_of(self.path, options, self.device)
+        words = [*arguments_of(self.path, options, self.device), *["--is-whole"] * self.is_checked]
         asked = {"words": words, "environment": dict(options.environment), "num_ranks": options.num_ranks}
         agent.tell(json.dumps(asked))  # not as arguments, which all users of the machine see
         return agent
