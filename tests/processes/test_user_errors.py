@@ -41,6 +41,12 @@ MISTAKES = {
         said=("ValueError: no such backbone", "linear.py, line", "rank 0"),
         shown="raise ValueError('no such backbone')",
     ),
+    "model closes what others have opened": Mistake(
+        lines="def broken():\n    os.closerange(3, 4096)\n    return nn.Linear(8, 1)",
+        replaced="model=broken",
+        said=("rank 0", "left with exit code 1"),
+        shown="this rank has failed: the job's code has closed file descriptors that others have opened",
+    ),
     "dataset raises": Mistake(
         lines="def broken():\n    return open('/no/such/file')",
         replaced="dataset=broken",
