@@ -259,6 +259,13 @@ class _Judge:
         """An epoch is evaluated once all of it is trained, or at last."""
         chain = self._chains[attempt.number]
         evaluated = {part: file for file in attempt.files for part in file.evaluations}
+        self._refute(
+            [
+                f"{file.who} evaluated epoch {epoch} with version {version}, and the job has no such epoch"
+                for (version, epoch), file in evaluated.items()
+                if epoch >= len(self._sizes)
+            ]
+        )
         if not self._is_whole or not chain:
             return
         for (version, epoch), file in evaluated.items():

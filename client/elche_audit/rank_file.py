@@ -328,6 +328,8 @@ class _Reader:
         """Generation and number of each round that it has entered."""
         self._received: dict[int, int] = {}
         """Version of each round's result."""
+        self._committed: dict[int, Committed] = {}
+        """What it was first told of each round."""
         self._joined: Joined | None = None
 
     def take(self, kind: int, numbers: tuple[Any, ...]) -> None:
@@ -380,6 +382,8 @@ class _Reader:
             self._add_problem(f"it entered round {entry.round} before round {self._open.round} had an end")
         if (entry.generation, entry.round) in self._entered:
             self._add_problem(f"it entered round {entry.round} of generation {entry.generation} twice")
+        if entry.round in self._committed:
+            self._add_problem(f"it entered round {entry.round} after that was committed")
         self._entered.add((entry.generation, entry.round))
         if self._file.rounds and entry.attempt != self._file.attempt:
             self._add_problem(
@@ -436,6 +440,13 @@ class _Reader:
             self._add_problem(
                 f"round {commit.round} was committed as version {commit.version}, and its result is {has}"
             )
+        if self._open is not None and self._open.round == commit.round:
+            self._add_problem(f"round {commit.round} was committed before it had the result")
+        # It is told again with each order on the round's result: to evaluate it, to save it.
+        first = self._committed.setdefault(commit.round, commit)
+        if (commit.version, commit.global_step) != (first.version, first.global_step):
+            told = " and ".join(f"version {one.version} with {one.global_step} batches" for one in (first, commit))
+            self._add_problem(f"round {commit.round} was committed twice: as {told}")
         if self._file.outcome:
             self._add_problem(f"round {commit.round} was committed after the job had {self._file.outcome}")
         self._file.commits.append(commit)

@@ -93,8 +93,11 @@ class JobOptions:
         _require(len(self.name) <= MAX_NAME_CHARS, f"the job's name has more than {MAX_NAME_CHARS} characters")
 
 
-def read_source(path: Path) -> str:
+def read_source(path: Path, *, is_job: bool = True) -> str:
     """The text of the user's file. Raises `InvalidJob` when it cannot be read, is too large or is not UTF-8."""
+    if is_job and str(path).startswith(("/dev/stdin", "/dev/fd/")):
+        # Redirected, it is a file here, and a pipe on which nobody writes in the process that checks the job.
+        raise InvalidJob(f"{path} is another file in each process: save what it has under a name")
     _require(path.exists(), f"there is no file {path}")
     _require(path.is_file(), f"{path} is not a file")
     _require(path.suffix != ".ipynb", f"{path} is a notebook: call job.start() in it, or export it as a Python file")

@@ -40,9 +40,14 @@ class DamagedCheckpoint(InvalidJob):
     """What is there is not what was written."""
 
 
-def newest_whole(path: Path, on_damaged: Callable[[DamagedCheckpoint], None]) -> tuple[Path, dict[str, Any]]:
+def newest_whole(
+    path: Path,
+    on_damaged: Callable[[DamagedCheckpoint], None],
+    on_check: Callable[[Path, int], None] = lambda folder, num_bytes: None,
+) -> tuple[Path, dict[str, Any]]:
     """The checkpoint at `path`, or the newest one below it whose files are as they were written; and its manifest.
-    `on_damaged` is called for each one that is not. Raises `NoCheckpoint`, and `DamagedCheckpoint` if there is no whole
+    `on_check` is called before the files of one, so many bytes, are read, which may take minutes, and `on_damaged` for
+    each one that is not whole. Raises `NoCheckpoint`, and `DamagedCheckpoint` if there is no whole
     one beside it: that of another job is no replacement.
     """
     damaged: dict[Path, DamagedCheckpoint] = {}
@@ -51,6 +56,7 @@ def newest_whole(path: Path, on_damaged: Callable[[DamagedCheckpoint], None]) ->
     while found:
         try:
             manifest = read_manifest(found[-1])
+            on_check(found[-1], sum(file["bytes"] for file in manifest["files"].values()))
             check_files(found[-1], manifest)
             break
         except DamagedCheckpoint as error:

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 
@@ -18,8 +19,9 @@ def package_of(source: str, file_name: str) -> tuple[str, str]:
     while (folder.parent.name and _is_package(folder.parent)) or len(names) < level:
         folder = folder.parent
         names.insert(0, folder.name)
-    if not level and not any(_is_from(folder, module, own) for module in _modules_of(imports)):
-        return "", ""
+    modules = list(_modules_of(imports))
+    if not level and not any(_is_from(folder, module, own) for module in modules):
+        return next((found for module in modules if (found := _namespace_of(module, own))), ("", ""))
     return (".".join(names), str(folder.parent)) if all(names) else ("", "")
 
 
@@ -56,6 +58,20 @@ def _is_from(top: Path, module: str, own: Path) -> bool:
     first, _, rest = module.partition(".")
     is_there = _is_package(own) and first == top.name and bool(rest) and _has(top, rest.split(".")[0])
     return is_there and not _has(own, first)
+
+
+def _namespace_of(module: str, own: Path) -> tuple[str, str] | None:
+    """The package of a file in the folder `own`, and the folder that has it, if the module is of a package around the
+    file whose folders lack `__init__.py`, as `src` in `python -m src.train`. Packages that are installed come first.
+    """
+    first, _, rest = module.partition(".")
+    top = next((folder for folder in (own, *own.parents) if folder.name == first), None)
+    if top is None or not rest or _has(own, first) or not _has(top, rest.split(".")[0]):
+        return None
+    installed = PathFinder.find_spec(first)
+    if installed is not None and installed.origin is not None:
+        return None
+    return ".".join(own.relative_to(top.parent).parts), str(top.parent)
 
 
 def _has(folder: Path, name: str) -> bool:

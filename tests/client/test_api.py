@@ -415,6 +415,7 @@ def test_files_that_cannot_be_jobs_are_refused_before_any_call(tmp_path: Path) -
     (tmp_path / "latin.py").write_bytes(b"name = '\xe9'\n")
     (tmp_path / "large.py").write_bytes(b"#" * (2**20 + 1))
     reasons = {"missing.py": "there is no file", ".": "is not a file", "latin.py": "not UTF-8", "large.py": "1 MiB"}
+    reasons |= {"/dev/stdin": "is another file in each process"}
     with Client(closed_address()) as client:
         for name, reason in reasons.items():
             with pytest.raises(InvalidJob, match=reason):

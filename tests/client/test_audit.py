@@ -661,6 +661,37 @@ def commit_that_nobody_made(folder: Path) -> Run:
     return rest_of(run)
 
 
+def commit_before_the_result(folder: Path) -> Run:
+    run = rest_of(begun(folder))
+    records = run.logs[B].records
+    at = records.index(run.logs[B].find("committed"))
+    records[at - 1], records[at] = records[at], records[at - 1]
+    return run
+
+
+def commit_before_the_round(folder: Path) -> Run:
+    run = rest_of(begun(folder))
+    records = run.logs[B].records
+    records.insert(records.index(run.logs[B].find("entered")), run.logs[B].find("committed"))
+    return run
+
+
+def commit_with_two_contents(folder: Path) -> Run:
+    """To a rank that has no result of the round, so that nothing else contradicts it."""
+    run = begun(folder)
+    run.train(A, 1, 0, SIZE)
+    run.average(A)
+    run.logs[B].records += [["committed", run.round, run.version, run.steps + more] for more in (0, 1)]
+    run.end()
+    return run
+
+
+def evaluation_of_an_epoch_that_there_is_not(folder: Path) -> Run:
+    run = rest_of(begun(folder))
+    run.logs[A].records.insert(-1, ["evaluated", run.round, EPOCHS, 0, 40])
+    return run
+
+
 def end_after_other_batches(folder: Path) -> Run:
     run = rest_of(begun(folder))
     run.logs[B].find("ended")[1] += 1
@@ -861,6 +892,10 @@ FAULTY: dict[Callable[[Path], Run], str] = {
     record_with_an_epoch_too_many: r"epoch 2: record.json says 32 samples, and the job has no such epoch",
     record_with_other_batches: r"version 4 has two contents: cadence.binpb says .* in 7 batches, and .* in 8 batches",
     commit_that_nobody_made: r"rank 0 .* was told that round 9 is committed as version 9, and no ranks made it",
+    commit_before_the_result: r"rank 1 .*: round 3 was committed before it had the result",
+    commit_before_the_round: r"rank 1 .*: it entered round 3 after that was committed",
+    commit_with_two_contents: r"rank 1 .*: round 4 was committed twice: as version 4 with 16 batches and version",
+    evaluation_of_an_epoch_that_there_is_not: r"rank 0 .* evaluated epoch 2 with version 4, and the job has no such",
     end_after_other_batches: r"rank 1 .*: it ended after 5 batches, and has trained 4",
     left_out_and_not_told: r"round 4 .* left out 16 samples, and its ranks say that it was 0",
     round_given_up_that_it_has: r"rank 1 .*: it gave up round 3, which it had not entered, or whose result it had",

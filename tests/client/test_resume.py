@@ -281,14 +281,39 @@ def test_a_module_that_has_changed_since_the_run_is_told(
     write_run(run)
     losses = tmp_path / "losses.py"
     losses.write_text("SIGN = 1\n")
-    path_of(run, "train-1234").write_text(json.dumps({"losses": [str(losses), "SIGN = 1\n"]}))
-    path_of(run, "damaged").write_text("{")
+    path_of(run, "j-1").write_text(json.dumps({"losses": [str(losses), "SIGN = 1\n"]}))
+    path_of(run, "of-another-job").write_text(json.dumps({"losses": [str(losses), "SIGN = 0\n"]}))
     path_of(tmp_path, "of-another-run").write_text(json.dumps({"losses": [str(losses), "SIGN = 0\n"]}))
     go_on(run, JobOptions())
     assert "since the run began" not in capsys.readouterr().err
     losses.write_text("SIGN = -1\n")
     go_on(run, JobOptions())
     assert f"{losses} has changed since the run began; it is imported as it is now" in capsys.readouterr().err
+
+
+def test_of_a_large_checkpoint_it_is_told_that_it_is_read(
+    tmp_path: Path,
+    begun: list[tuple[str, JobOptions, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Reading one of many GiB took minutes without a word."""
+    checkpoint = write_run(tmp_path)
+    go_on(tmp_path, JobOptions())
+    assert "to see that it is as it was written" not in capsys.readouterr().err
+    monkeypatch.setattr(resume, "TOLD_BYTES", len(WEIGHTS))
+    go_on(tmp_path, JobOptions())
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"elche: reading {checkpoint}, 0.0 GiB, to see that it is as it was written"
+
+
+def test_modules_that_cannot_be_read_are_not_told(
+    tmp_path: Path, begun: list[tuple[str, JobOptions, Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path)
+    path_of(tmp_path, "j-1").write_text("{")
+    go_on(tmp_path, JobOptions())
+    assert "since the run began" not in capsys.readouterr().err
 
 
 def test_a_loop_goes_on_as_a_loop(tmp_path: Path, begun: list[tuple[str, JobOptions, Path]]) -> None:

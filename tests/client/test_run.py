@@ -15,10 +15,14 @@ from typing import Any
 
 import pytest
 
+from elche.errors import Unreachable
 from elche.manifest import write_manifest
-from elche_client.events import JobResult, JobState, RoundReport
+from elche_client.display.output import log_paths
+from elche_client.display.record import JobRecord
+from elche_client.events import JobResult, JobState, JobView, RankView, RoundReport
 from elche_client.local import job_run
-from elche_client.local.notifications import Interrupted
+from elche_client.local.notifications import Interrupted, ProcessExited, ProcessRestarted
+from elche_client.local.processes import ProcessError, exit_error
 from elche_client.options import JobOptions
 
 ELCHE = [sys.executable, "-m", "elche_client"]
@@ -278,12 +282,64 @@ def test_a_coordinator_that_dies_is_named_with_its_last_words(place: Path) -> No
     assert not any(is_alive(pid) for pid in pids(place / "out"))
 
 
+def asked_to_submit(*answers: object) -> tuple[job_run.LocalRun, Any, list[str]]:
+    """A run and a client whose calls have these answers, one after another, with the keys of those calls."""
+    one = job_run.LocalRun(path=Path("train.py"), options=JobOptions(), device="cpu", out=None, as_json=False)
+    rest, keys = iter(answers), list[str]()
+
+    def submit(path: Path, options: JobOptions, *, key: str) -> object:
+        keys.append(key)
+        answer = next(rest)
+        if isinstance(answer, Unreachable):
+            raise answer
+        return answer
+
+    return one, SimpleNamespace(submit_options=submit), keys
+
+
+def test_a_coordinator_that_is_killed_while_a_job_is_submitted_has_it_once_it_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run ended, and told to start a coordinator by hand."""
+    monkeypatch.setattr(job_run, "RESTART_S", 0.01)
+    away = Unreachable("no coordinator answers")
+    one, client, keys = asked_to_submit(away, away, "handle")
+    one.notifications.put(ProcessRestarted(process="coordinator", number=signal.SIGKILL))
+    assert one._submit(client, one.options) == "handle"
+    assert len(keys) == 3
+    assert len(set(keys)) == 1, "it may have the job already"
+    assert "elche: the coordinator was killed by SIGKILL; it is started again" in capsys.readouterr().err.splitlines()
+
+
+def test_a_coordinator_that_is_not_started_again_while_a_job_is_submitted_ends_the_run_at_once(tmp_path: Path) -> None:
+    """What it has logged last is no reason for its end."""
+    (tmp_path / "coordinator.log").write_text("INFO page and metrics on 127.0.0.1:80")
+    one, client, _ = asked_to_submit(Unreachable("no coordinator answers"))
+    log = tmp_path / "coordinator.log"
+    one.notifications.put(ProcessExited(process="coordinator", code=-signal.SIGKILL, log=log))
+    with pytest.raises(ProcessError, match=r"^the coordinator was killed by SIGKILL \(log: \S+\)$"):
+        one._submit(client, one.options)
+
+
 def test_an_agent_that_dies_is_named_with_its_last_words(place: Path) -> None:
     done = run(place, "--out", "out", "--json", JOB="waits", AGENT="dies")
     assert done.returncode == 1
     error = "the agent exited with code 1: cuda:7 is not there (log: out/agent.log)"
     assert f"elche: {error}" in done.stderr.splitlines()
     assert json.loads(done.stdout)["error"] == error
+
+
+def test_a_run_whose_folder_is_removed_names_no_log_that_is_gone(tmp_path: Path) -> None:
+    """`rm -rf runs` in the middle of a run: its last words sent the user to files that were not there."""
+    ended = exit_error(ProcessExited(process="coordinator", code=1, log=Path("runs/a/coordinator.log")))
+    gone = "(runs/a/coordinator.log is gone: a run needs its folder until it has ended)"
+    assert str(ended) == f"the coordinator exited with code 1 {gone}"
+    there = tmp_path / "rank-0.log"
+    there.touch()
+    ranks = tuple(RankView(rank=rank, log_path=str(tmp_path / f"rank-{rank}.log")) for rank in range(2))
+    record = JobRecord(last_view=JobView(job_id="j-1", name="digits", state=JobState.TRAINING, ranks=ranks))
+    assert log_paths(record, None, here=True) == [str(there)]
+    assert len(log_paths(record, None, here=False)) == 2, "they may be on other hosts"
 
 
 @pytest.mark.parametrize("name", ["coordinator.log", "agent.log"])

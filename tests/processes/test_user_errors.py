@@ -41,6 +41,12 @@ MISTAKES = {
         said=("ValueError: no such backbone", "linear.py, line", "rank 0"),
         shown="raise ValueError('no such backbone')",
     ),
+    "model closes what others have opened": Mistake(
+        lines="def broken():\n    os.closerange(3, 4096)\n    return nn.Linear(8, 1)",
+        replaced="model=broken",
+        said=("rank 0", "left with exit code 1"),
+        shown="this rank has failed: the job's code has closed file descriptors that others have opened",
+    ),
     "dataset raises": Mistake(
         lines="def broken():\n    return open('/no/such/file')",
         replaced="dataset=broken",
@@ -276,8 +282,9 @@ def test_a_model_instead_of_a_function(job_file: JobFile) -> None:
 
 
 AS_A_SCRIPT = """
-import argparse, atexit
+import argparse, atexit, functools, json
 
+json.dumps = functools.partial(json.dumps, indent=1)
 parser = argparse.ArgumentParser()
 parser.add_argument("--rate", type=float, default=1.0)
 assert parser.parse_args().rate == 1.0
@@ -290,8 +297,8 @@ job = dataclasses.replace(job, epochs=1)
 
 
 def test_a_file_may_do_what_scripts_do(elche: Callable[..., Command], cluster: Cluster, job_file: JobFile) -> None:
-    """Read arguments, of which there are none; print at exit; fork; begin with a byte order mark, as some editors save
-    files: that was told as a syntax error.
+    """Read arguments, of which there are none; print at exit; fork; change what json does by default; begin with a byte
+    order mark, as some editors save files: that was told as a syntax error.
     """
     path = job_file("linear.py", "import dataclasses", AS_A_SCRIPT)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
@@ -312,6 +319,17 @@ def test_a_file_that_ends_its_process(elche: Callable[..., Command], job_file: J
         f"elche: {path} could not be checked, the process that loaded it {how}",
     )
     assert not (path.parent / "runs").exists()
+
+
+def test_a_file_that_closes_what_others_have_opened(elche: Callable[..., Command], job_file: JobFile) -> None:
+    """As helpers do that make daemons: it was told by a traceback of elche's."""
+    path = job_file("linear.py", "os.closerange(3, 4096)")
+    done = elche("run", str(path), "--ranks", "1")
+    assert done.code == 2
+    assert done.err.splitlines() == [
+        f"{path} has closed file descriptors that others have opened, as os.closerange does",
+        f"elche: {path} could not be checked, the process that loaded it exited with code 2",
+    ]
 
 
 LOADS_FOR_EVER = (

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from elche.errors import HelpShown, InvalidJob
+from elche_worker.model.checkpoint import CheckpointData, CheckpointTarget
 from elche_worker.rank.check import check
 from elche_worker.user.loading import UserCodeRaised, load_job
+from support.checkpoint_writer import ABOUT
 
 TORCHRUN = """
 import os
@@ -19,6 +21,21 @@ def main():
     raise AssertionError("it is refused before it is run")
 
 main()
+"""
+
+
+SMALL = """
+import torch
+from elche_worker import TrainingJob
+
+job = TrainingJob(
+    model=lambda: torch.nn.Linear(1, 1),
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    dataset=lambda: torch.utils.data.TensorDataset(torch.zeros(8, 1)),
+    train_step=lambda model, batch: model(batch[0]).sum(),
+    batch_size=4,
+    epochs=1,
+)
 """
 
 
@@ -93,6 +110,15 @@ def test_a_file_whose_main_has_ended_it_in_order_is_told_to_let_it_return() -> N
         load_job("job = 1\nraise SystemExit(0)", "train.py")
 
 
+@pytest.mark.parametrize("call", ["raise SystemExit(1)", "job = main()"])
+def test_a_main_of_hydra_is_told_to_compose_its_configuration(call: str) -> None:
+    """It finds no configuration of a file that is not `__main__`, and what it calls returns None."""
+    stands = "class hydra:\n    def main(run):\n        return lambda: None\n"
+    file = f"{stands}@hydra.main\ndef main():\n    pass\n{call} # job"
+    with pytest.raises(InvalidJob, match=r"@hydra.main returns no job: put `with hydra.initialize\(FOLDER"):
+        load_job(file, "train.py")
+
+
 @pytest.mark.parametrize(
     ("argument", "code", "kind"),
     [
@@ -135,24 +161,33 @@ def test_a_file_that_sets_a_default_device_is_told_what_to_do_instead() -> None:
 def test_a_file_that_leaves_its_working_folder_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its relative path was resolved after it was run, with a traceback where the folder was deleted."""
     lines = f"""
-import os, torch
-from elche_worker import TrainingJob
+import os
 folder = {str(tmp_path / "other")!r}
 os.mkdir(folder)
 os.chdir(folder)
 os.rmdir(folder)
-job = TrainingJob(
-    model=lambda: torch.nn.Linear(1, 1),
-    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-    dataset=lambda: torch.utils.data.TensorDataset(torch.zeros(8, 1)),
-    train_step=lambda model, batch: model(batch[0]).sum(),
-    batch_size=4,
-    epochs=1,
-)
 """
-    (tmp_path / "leaves.py").write_text(lines)
+    (tmp_path / "leaves.py").write_text(lines + SMALL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     report = check(Path("leaves.py"), 1, "cpu", runs_here=True, settings={})
     assert report["ok"]
     assert report["imports_beside"] == []
+
+
+def test_a_checkpoint_that_was_just_found_whole_is_not_read_again(tmp_path: Path) -> None:
+    """A large one was read by `elche resume`, by the check and by each rank, one after another."""
+    (tmp_path / "train.py").write_text(SMALL)
+    kept = CheckpointData({"weight": torch.zeros(1, 1)}, {"buffers": {}})
+    training = {"attempt": 1, "version": 2, "ledger": {"epoch": 1}}
+    CheckpointTarget(str(tmp_path)).write("1-00000002", kept, ABOUT, training)
+    (tmp_path / "1-00000002/model.safetensors").unlink()
+
+    def checked(*, is_whole: bool) -> None:
+        resume = str(tmp_path / "1-00000002")
+        check(tmp_path / "train.py", 1, "cpu", runs_here=True, settings={}, resume=resume, is_whole=is_whole)
+
+    with pytest.raises(InvalidJob, match=r"model\.safetensors is missing"):
+        checked(is_whole=False)
+    with pytest.raises(InvalidJob, match="is of a training that is complete: it has 1 of 1 epochs"):
+        checked(is_whole=True)

@@ -66,7 +66,28 @@ def test_what_is_found_beside_a_file_is_not_of_its_package(folder: Path) -> None
 def test_a_script_in_a_folder_that_is_no_package_imports_what_is_installed(folder: Path) -> None:
     """As one in a folder `torch`, with folders of its own there."""
     (folder / "proj/train/__init__.py").unlink()
+    (folder / "installed/proj").mkdir(parents=True)
+    (folder / "installed/proj/__init__.py").touch()
+    sys.path.append(str(folder / "installed"))
     assert package_of("import proj.common", str(folder / "proj/train/main.py")) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("place", "source", "package"),
+    [
+        ("src", "from src.nets import model", "src"),
+        ("src/train", "from src.nets import model", "src.train"),
+        ("src", "from src.others import model", ""),
+        ("src", "import src", ""),
+        ("src", "from nets import model", ""),
+    ],
+)
+def test_a_package_without_init_is_found_by_its_name(folder: Path, place: str, source: str, package: str) -> None:
+    """`python -m src.train` ran, and here it ended with "No module named 'src'"."""
+    (folder / "src/train").mkdir(parents=True)
+    (folder / "src/nets.py").write_text("def model(): ...\n")
+    expected = (package, str(folder)) if package else ("", "")
+    assert package_of(source, str(folder / place / "main.py")) == expected
 
 
 def test_folders_without_init_are_as_many_as_imports_climb(folder: Path) -> None:

@@ -132,7 +132,7 @@ class WarmUp(lr_scheduler.CosineAnnealingLR):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau, which follows a metric"),
+        (lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau, which follows a metric.* or a loop of your own"),
         (
             lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.9),
             "MultiplicativeLR, whose rates follow from its steps",

@@ -262,7 +262,7 @@ def job_options(
         verify_rounds=verify,
         arguments=context.meta.get("arguments", ()),
         environment=dict(env),
-        requirements=() if requirements is None else parse_requirements(read_source(requirements)),
+        requirements=() if requirements is None else parse_requirements(read_source(requirements, is_job=False)),
         **others,
     )
 

@@ -8,6 +8,7 @@ import time
 from codecs import BOM_UTF8
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from elche_client.options import JobOptions
 
 DEPTH = 4
 """Number of folders above a checkpoint that are searched for its run's folder."""
+TOLD_BYTES = 256 << 20
+"""Size of a checkpoint from which on it is told that it is read."""
 RECORD = "record.json"
 COMMAND_TYPES = {
     "file": str,
@@ -67,13 +70,13 @@ def resume_here(place: str, file: Path | None, options: JobOptions, **how: Any) 
             raise InvalidJob(f"the job's file is needed too: elche resume {place} FILE")
         return LocalRun(path=file, options=replace(options, resume=place), **how).run()
     damaged: list[DamagedCheckpoint] = []
-    folder, manifest = newest_whole(Path(place), damaged.append)
+    folder, manifest = newest_whole(Path(place), damaged.append, _tell_check)
     command = _command_of(folder)
     is_loop = "loop" in manifest["training"]
     if file is None:
         more = f"set more epochs in the script: elche resume {folder} {manifest['file_name']}" if is_loop else ""
         _refuse_complete(Path(place), options, more)
-    kind = ScriptRun if is_loop else LocalRun
+    kind = ScriptRun if is_loop else partial(LocalRun, is_checked=True)
     options = replace(
         options,
         resume=str(folder.resolve()),
@@ -86,13 +89,19 @@ def resume_here(place: str, file: Path | None, options: JobOptions, **how: Any) 
     there = {rank: factor for rank, factor in _slow_factors(command).items() if rank < options.num_ranks}
     options = replace(options, slow_factors=options.slow_factors or there)
     path = file or _source(folder, Path(manifest["file_name"]))
-    _tell_edited(folder)
+    _tell_edited(folder, manifest["job"])
     for error in damaged:
         print_notice(str(error))
     older = "; what was trained after it is trained again" if damaged else ""
     print_notice(f"resuming from {folder}{older}")
     working_folder = None if file else _working_folder(command)
     return kind(path=path, options=options, working_folder=working_folder, **how).run()
+
+
+def _tell_check(folder: Path, num_bytes: int) -> None:
+    """Tells what a large checkpoint's user waits for."""
+    if num_bytes >= TOLD_BYTES:
+        print_notice(f"reading {folder}, {num_bytes / 2**30:.1f} GiB, to see that it is as it was written")
 
 
 def _working_folder(command: dict[str, Any]) -> Path | None:
@@ -195,10 +204,10 @@ def _source(folder: Path, original: Path) -> Path:
     return copy.absolute()
 
 
-def _tell_edited(folder: Path) -> None:
-    """Tells of the user's own modules that have changed since the run of a checkpoint, or in a folder, began."""
+def _tell_edited(folder: Path, job_id: str = "*") -> None:
+    """Tells of the user's own modules that have changed since the job of a checkpoint, or a run in a folder, began."""
     for above in [folder.resolve(), *folder.resolve().parents][: DEPTH + 1]:
-        kept = sorted(above.glob(ALL))
+        kept = sorted(above.glob(ALL.replace("*", job_id)))  # several jobs may share a folder
         for files in filter(None, map(edited, map(read_modules, kept))):
             print_notice(f"{files} has changed since the run began; it is imported as it is now")
         if kept:  # above are those of other runs

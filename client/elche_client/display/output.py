@@ -3,6 +3,7 @@
 Imports little, so that notices are printed at once; the panel's imports are made when one is printed.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -65,14 +66,16 @@ def print_ending(
     as_json: bool,
     as_event: bool = False,
     record_path: Path | None = None,
+    here: bool = False,
     resume: str,
 ) -> None:
     """Prints the summary of a job that succeeded, else its error, its logs and `resume`, the command that resumes it;
-    with `as_json` also the result as JSON. `record_path`: the file with the job's record, if it was written.
+    with `as_json` also the result as JSON. `record_path`: the file with the job's record, if it was written. `here`:
+    the ranks were on this machine.
     """
     if result.state is not JobState.SUCCEEDED:
         print_error(result.error or f"job {record.job_id} was {result.state}", traceback=result.traceback)
-        for log in log_paths(record, record_path):
+        for log in log_paths(record, record_path, here=here):
             print_notice(f"log: {log}")
         if record.last_view and record.last_view.artifacts:
             print_notice(f"artifacts: {printable(record.last_view.artifacts)}")
@@ -101,13 +104,16 @@ def print_summary(result: JobResult, record: JobRecord, record_path: Path | None
     console.print(summary_panel(result, name=record.name, record=where, artifacts=artifacts, width=width))
 
 
-def log_paths(record: JobRecord, record_path: Path | None) -> list[str]:
-    """Paths of the logs of the job's ranks, or else the run's folder. Empty without a view."""
+def log_paths(record: JobRecord, record_path: Path | None, *, here: bool) -> list[str]:
+    """Paths of the logs of the job's ranks, or else the run's folder. Empty without a view. Of a run `here`, on this
+    machine, only those that are there: its folder may have been removed.
+    """
     if record.last_view is None:
         return []
     ranks = record.last_view.ranks
     several_hosts = len({rank.host for rank in ranks}) > 1
-    logs = [f"{rank.host}:{rank.log_path}" if several_hosts else rank.log_path for rank in ranks if rank.log_path]
+    logged = [rank for rank in ranks if rank.log_path and (not here or os.path.exists(rank.log_path))]
+    logs = [f"{rank.host}:{rank.log_path}" if several_hosts else rank.log_path for rank in logged]
     logs = [printable(log) for log in dict.fromkeys(logs)]
     if not logs:
         return [str(record_path.parent)] if record_path else []

@@ -49,7 +49,7 @@ from elche_client.options import JobOptions, read_source
 from elche_client.transport.rank_output import LogTail, RankOutput
 
 if TYPE_CHECKING:
-    from elche_client.client import JobHandle
+    from elche_client.client import Client, JobHandle
     from elche_client.display.progress import ProgressDisplay
 
 COMMAND = "run.json"
@@ -81,6 +81,8 @@ START_TIMEOUT_S = 60.0
 """Seconds in which the coordinator must print its address."""
 RECONNECT_S = 30.0
 """Seconds in which a killed coordinator must be back."""
+RESTART_S = 1.0
+"""Seconds for which a submission waits for a killed coordinator before each further attempt."""
 CANCEL_TIMEOUT_S = 15.0
 """Seconds to wait for the result of a job that was cancelled."""
 CHECKPOINT_TIMEOUT_S = 60.0
@@ -105,6 +107,8 @@ class LocalRun:
     """True if the output of the ranks is shown."""
     working_folder: Path | None = None
     """Working directory of the ranks; None: this process's."""
+    is_checked: bool = False
+    """True if the checkpoint to resume has just been found whole: its files are not read once more before ranks do."""
     folder: Path | None = None
     """`out`, once it is created."""
     notifications: NotificationQueue = field(default_factory=SimpleQueue)
@@ -141,6 +145,7 @@ class LocalRun:
             as_json=self.as_json or self.as_events,
             as_event=self.as_events,
             record_path=record_path,
+            here=True,
             resume=self._hint(was_refused=result.invalid),
         )
         return code
@@ -168,7 +173,7 @@ class LocalRun:
             options = replace(options, output_dir=str(self.folder.resolve()))
             try:
                 with Client(address, token=self.token, tls="", reconnect_s=RECONNECT_S) as client:
-                    handle = client.submit_options(self.path, options)
+                    handle = self._submit(client, options)
                     self.record.job_id = handle.id
                     followed = self._follow(handle)
             except Unreachable as error:
@@ -176,6 +181,20 @@ class LocalRun:
         if followed[0].state is JobState.SUCCEEDED:  # its ranks have left, with all output read
             self.processes.ask_to_end()
         return followed
+
+    def _submit(self, client: "Client", options: JobOptions) -> "JobHandle":
+        """Submits the job, again while the coordinator, which was killed, is started again. Raises `ProcessError` once
+        it is not.
+        """
+        key, give_up_s = secrets.token_hex(16), time.monotonic() + RECONNECT_S  # the key: it may have the job already
+        while True:
+            try:
+                return client.submit_options(self.path, options, key=key)
+            except Unreachable:
+                if time.monotonic() >= give_up_s:
+                    raise
+            with suppress(TimeoutError):
+                wait_for_result(self.notifications, self._tell_restart, _early_end, timeout_s=RESTART_S)
 
     def _write_command(self, folder: Path, source: str, options: JobOptions) -> None:
         """Writes the arguments of this run for `elche replay` and `elche resume`."""
@@ -255,7 +274,7 @@ class LocalRun:
             folder=self.working_folder,
         )
         self.processes.add(agent)
-        words = arguments_of(self.path, options, self.device)
+        words = [*arguments_of(self.path, options, self.device), *["--is-whole"] * self.is_checked]
         asked = {"words": words, "environment": dict(options.environment), "num_ranks": options.num_ranks}
         agent.tell(json.dumps(asked))  # not as arguments, which all users of the machine see
         return agent
@@ -350,10 +369,14 @@ class LocalRun:
             except Interrupted as interrupted:
                 return self._save_and_cancel([handle], show, interrupted), interrupted.exit_code
 
+    def _tell_restart(self, event: Shown) -> None:
+        if isinstance(event, ProcessRestarted):
+            print_notice(f"the {event.process} was killed by {signal_name(event.number)}; it is started again")
+
     def _show(self, event: Shown, progress: "ProgressDisplay") -> None:
         self._record(event)
         if isinstance(event, ProcessRestarted):
-            print_notice(f"the {event.process} was killed by {signal_name(event.number)}; it is started again")
+            self._tell_restart(event)
         elif isinstance(event, RankOutput):
             progress.write(event)
         elif isinstance(event, JobView) and event.state is JobState.QUEUED and not self.as_events:

@@ -193,9 +193,12 @@ class ChildProcesses:
 def exit_error(ended: ProcessExited) -> ProcessError:
     """The error for a process that exited too early, with the last line of its log and the log's path."""
     how = f"exited with code {ended.code}" if ended.code >= 0 else f"was killed by {signal_name(-ended.code)}"
-    last = last_words(last_lines(ended.log)) if ended.log else ""
+    says_why = ended.log and ended.code != -signal.SIGKILL  # of that a process knows nothing
+    last = last_words(last_lines(ended.log)) if ended.log and says_why else ""
     words = f": {last}" if last else ""
     where = f" (log: {ended.log})" if ended.log else ""
+    if ended.log and not ended.log.exists():
+        where = f" ({ended.log} is gone: a run needs its folder until it has ended)"
     who = ended.process if ended.process.startswith("rank") else f"the {ended.process}"
     return ProcessError(f"{who} {how}{words}{where}")
 

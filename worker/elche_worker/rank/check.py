@@ -4,6 +4,7 @@
 """
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -13,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from elche.errors import ElcheError, HelpShown, InvalidJob
+from elche.manifest import read_manifest
 from elche.output import take_any_text
 from elche_worker.data.build import build_dataset, build_eval_dataset, build_order
 from elche_worker.device.discovery import choose_devices, summary
 from elche_worker.device.rng import seed_all
 from elche_worker.device.trials import Trials, begin_trials
 from elche_worker.model.batch_size import nominal_batch_size, rank_batch_size
-from elche_worker.model.checkpoint import Loaded, load
+from elche_worker.model.checkpoint import load
 from elche_worker.process.ending import end
 from elche_worker.process.parent import end_with_parent
 from elche_worker.user.job import JobDefinition
@@ -34,12 +36,13 @@ def check(
     runs_here: bool,
     settings: dict[str, Any],
     resume: str = "",
+    is_whole: bool = False,
     trials: Trials | None = None,
 ) -> dict[str, Any]:
     """Returns the job's settings and the devices on which it would run. Raises `ElcheError` if it cannot run.
 
     `settings` replace the file's. Only if the job `runs_here`, the devices, for which `trials` have begun, and the
-    checkpoint to `resume` are checked as well.
+    checkpoint to `resume` are checked as well; of one that `is_whole`, not the files.
     """
     try:
         source = path.read_text(encoding="utf-8-sig")
@@ -59,8 +62,11 @@ def check(
     if runs_here:
         for one in devices:
             rank_batch_size(job, one, dataset_size)
-        if resume:
-            _check_resumed(load(resume, new=None), job)
+        if is_whole:
+            _check_resumed(resume, read_manifest(Path(resume)), job)
+        elif resume:
+            loaded = load(resume, new=None)
+            _check_resumed(loaded.path, loaded.manifest, job)
     return {
         "ok": True,
         "dataset_size": dataset_size,
@@ -77,12 +83,12 @@ def check(
     }
 
 
-def _check_resumed(loaded: Loaded, job: JobDefinition) -> None:
+def _check_resumed(path: str, manifest: dict[str, Any], job: JobDefinition) -> None:
     """Raises `InvalidJob` for a checkpoint of a training that has completed all of its epochs."""
-    trained = loaded.manifest["training"].get("ledger", {}).get("epoch", 0)
+    trained = manifest["training"].get("ledger", {}).get("epoch", 0)
     if trained >= job.epochs:
         raise InvalidJob(
-            f"the checkpoint {loaded.path} is of a training that is complete: it has {trained} of {job.epochs} "
+            f"the checkpoint {path} is of a training that is complete: it has {trained} of {job.epochs} "
             f"epochs; give more with --epochs"
         )
 
@@ -128,6 +134,7 @@ def answer(words: Sequence[str], answers: int) -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--settings", default="{}", help="replace the file's: a JSON object")
     parser.add_argument("--resume", default="", help="the checkpoint to go on from")
+    parser.add_argument("--is-whole", action="store_true", help="the checkpoint's files have been read already")
     parser.add_argument("--arguments", default="[]", help="sys.argv of the file: a JSON list")
     parser.add_argument("--runs-here", action="store_true", help="check the devices of this host, too")
     parser.add_argument("--parent-pid", type=int, default=0, help="end when this process does")
@@ -140,8 +147,18 @@ def answer(words: Sequence[str], answers: int) -> int:
     trials = begin_trials(arguments.device)
     if arguments.file is not None:
         as_a_script(str(arguments.file), json.loads(arguments.arguments))
-    answer = _answer(arguments, trials)
-    os.write(answers, json.dumps(answer).encode() + b"\n")
+    try:
+        answer = _answer(arguments, trials)
+        # In one line, whatever indentation the file has made json's default.
+        line = json.dumps(answer).replace("\n", " ")
+        os.write(answers, line.encode() + b"\n")
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        sys.stderr.write(
+            f"{arguments.file} has closed file descriptors that others have opened, as os.closerange does\n"
+        )
+        return 2
     return 0 if answer["ok"] else 2
 
 
@@ -157,6 +174,7 @@ def _answer(arguments: argparse.Namespace, trials: Trials | None) -> dict[str, A
             runs_here=arguments.runs_here,
             settings=json.loads(arguments.settings),
             resume=arguments.resume,
+            is_whole=arguments.is_whole,
             trials=trials,
         )
     except ElcheError as error:

@@ -54,6 +54,7 @@ from elche_worker.model.step import (
     possible_precision,
     why_mean,
 )
+from elche_worker.process.descriptors import OpenDescriptor
 from elche_worker.process.ending import end, forget_handlers
 from elche_worker.process.leaving import ALONE_AFTER_S, leave_on_sigterm
 from elche_worker.rank.bundle import enter_folder
@@ -138,7 +139,7 @@ def main(launch: Launch) -> None:
         launch.secret,
         on_command=lambda c: _receive(control, c) if not c.HasField("probe") else links.answer(c.probe, session.send),
         on_lost=control.leave,
-        on_away=control.note_news,
+        on_away=partial(_note_away, control, OpenDescriptor()),
     )
     take_back = leave_on_sigterm(lambda: _ask_to_leave(control, session))
     send_events_to(session.report_event)
@@ -155,6 +156,19 @@ def main(launch: Launch) -> None:
         if not isinstance(error, OperationStuck):
             _await_verdict(control)  # another replica group is lost, and the coordinator decides what follows
         _end(session, LEFT_ALONE)
+
+
+def _note_away(control: Control, mark: OpenDescriptor) -> None:
+    """Ends a process that can never connect again, since the connections' file descriptors are closed: it would wait
+    for the coordinator for as long as that may be away.
+    """
+    if mark.was_closed:
+        notice(
+            "this rank has failed: the job's code has closed file descriptors that others have opened, as "
+            "os.closerange does"
+        )
+        os._exit(1)
+    control.note_news()
 
 
 def _train(

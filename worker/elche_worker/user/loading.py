@@ -77,6 +77,14 @@ RUN_IN_JOB = (
 )
 
 
+HYDRA_MAIN = re.compile(r"^@hydra\.main\b", re.MULTILINE)
+"""The decorator whose function returns nothing, and which looks for the configuration of the module `__main__`."""
+FOR_HYDRA = (
+    "@hydra.main returns no job: put `with hydra.initialize(FOLDER, version_base=None): job = "
+    "build(hydra.compose(NAME, overrides=sys.argv[1:]))` at the top level instead"
+)
+
+
 def check_not_loading(problem: str) -> None:
     """Raises `InvalidJob` with this problem while a file is run for its `job`: what trains there would train alone."""
     if _is_loading:
@@ -121,6 +129,7 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
                 if error.code
                 else "let what calls its main return, as in `job = main(standalone_mode=False)` with click and typer"
             )
+            how = FOR_HYDRA if HYDRA_MAIN.search(source) else how
             raise (HelpShown if is_answer and _is_asked_for_help() else InvalidJob)(
                 f"{file_name} ended itself (SystemExit: {message_of(error)}) before all of it was run: {how}, and "
                 "what ends a script belongs under `if __name__ == '__main__':`"
@@ -128,6 +137,8 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
         raise describe_raised(error, file_name) from None
     finally:
         _is_loading = False
+    if module.__dict__.get("job", 0) is None and HYDRA_MAIN.search(source) and not _is_asked_for_help():
+        raise InvalidJob(f"{file_name}: {FOR_HYDRA}")
     return _job_of(module, file_name)
 
 

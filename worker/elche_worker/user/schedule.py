@@ -293,12 +293,14 @@ def _checked(what: str, value: float) -> float:
 
 def _built(scheduler: Callable[[Any], LRScheduler], optimizer: Optimizer) -> LRScheduler:
     built = scheduler(optimizer)
-    if isinstance(built, ReduceLROnPlateau) or not isinstance(built, LRScheduler):
-        what = (
-            "follows a metric, not the job's position" if isinstance(built, ReduceLROnPlateau) else "is no LRScheduler"
-        )
+    if isinstance(built, ReduceLROnPlateau):
         raise InvalidJob(
-            f"scheduler() returned a {type(built).__name__}, which {what}; use schedule, or another scheduler"
+            "scheduler() returned a ReduceLROnPlateau, which follows a metric, not the job's position; use schedule, "
+            "another scheduler, or a loop of your own, where it works (docs/tutorials/loop.md)"
+        )
+    if not isinstance(built, LRScheduler):
+        raise InvalidJob(
+            f"scheduler() returned a {type(built).__name__}, which is no LRScheduler; use schedule, or a scheduler"
         )
     rates_at(built, 0)
     return built

@@ -1,0 +1,20 @@
+"""Notices that a process's file descriptors were closed by code that has not opened them, as os.closerange does."""
+
+import os
+
+
+class OpenDescriptor:
+    """A file descriptor that is open for as long as the process, unless somebody closes all."""
+
+    def __init__(self) -> None:
+        self._number, other = os.pipe()
+        os.close(other)
+        self._inode = os.fstat(self._number).st_ino
+
+    @property
+    def was_closed(self) -> bool:
+        """True if it was closed, also if another file has its number since then."""
+        try:
+            return os.fstat(self._number).st_ino != self._inode
+        except OSError:
+            return True
