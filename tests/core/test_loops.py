@@ -326,6 +326,8 @@ def test_what_a_rank_raises_fails_the_job() -> None:
 def test_a_cancelled_loop_ends_with_its_ranks_or_after_the_grace_time() -> None:
     for leaves in (True, False):
         loop = Attached()
+        loop.batches(0, 4, 40)
+        loop.progress(1)
         told = loop.handle(JobCancelled(job_id=JOB))
         assert [one.rank for one in told if isinstance(one, SendShutdown)] == [0, 1]
         loop.handle(LoopLeft(**loop.of(0)))
@@ -337,6 +339,7 @@ def test_a_cancelled_loop_ends_with_its_ranks_or_after_the_grace_time() -> None:
             loop.handle(DeadlinePassed())
         assert loop.result is not None
         assert loop.result.outcome is Outcome.CANCELLED
+        assert loop.view.eta_s == 0.0, "it trains no more"
 
 
 def test_ranks_of_a_cancelled_loop_have_all_of_the_grace_time_to_leave() -> None:
