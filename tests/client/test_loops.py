@@ -122,6 +122,17 @@ def test_ctrl_c_asks_each_open_trainer_for_a_checkpoint(capsys: pytest.CaptureFi
     assert "elche: writing a checkpoint" in capsys.readouterr().err
 
 
+def test_the_result_after_ctrl_c_is_that_of_the_newest_trainer() -> None:
+    """The record and `--json` said 0 epochs, no ranks and no checkpoint of a loop that had trained seven."""
+    run = new_run()
+    for name, epochs in (("loop-1", 2), ("loop-2", 7)):
+        run._jobs[name] = cast(Any, SimpleNamespace(id=name, checkpoint=lambda: None, cancel=lambda: None))
+        run._take_in(name, JobResult(state=JobState.CANCELLED, epochs=epochs, error="cancelled by request"))
+    shown = cast(ProgressDisplay, SimpleNamespace(show=lambda event: None))
+    result = run._cancel_loop(Interrupted(signal.SIGINT), shown)
+    assert (result.state, result.epochs, result.error) == (JobState.CANCELLED, 7, "interrupted by SIGINT")
+
+
 def test_a_rank_that_dies_before_there_is_a_job_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script_run, "PEERS_GRACE_S", 0.0)
     with pytest.raises(ProcessError, match="rank 1 was killed by SIGKILL"):

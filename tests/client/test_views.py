@@ -230,6 +230,20 @@ def test_the_summary_warns_of_trainings_that_are_short_for_their_ranks(num_ranks
     assert "few batches" not in drawn(summary_panel(long, name="x"), width=80)
 
 
+def test_the_summary_of_a_job_that_began_at_a_checkpoint_says_which_part_took_the_duration() -> None:
+    """After a job had gone back its summary said `8 of 10.0 k samples` and `duration 16.7 s` at 3.60 k samples/s. Of a
+    resumed one of 1461 batches a rank it said that they were under 1000.
+    """
+    ranks = (replace(RESULT.ranks[0], batches=900, samples=30_000),) * 3
+    resumed = replace(RESULT, ranks=ranks)
+    text = drawn(summary_panel(resumed, name="digits"), width=80)
+    assert "38.2 s, 90.0 k samples since a checkpoint" in text
+    assert "few batches" not in text
+    whole = drawn(summary_panel(replace(resumed, committed_samples=(45_000,) * 2), name="digits"), width=80)
+    assert "since" not in whole
+    assert "few batches" in whole
+
+
 def test_a_long_path_is_folded_not_cut() -> None:
     result = replace(RESULT, model="/" + "long/" * 30 + "model.safetensors")
     text = drawn(summary_panel(result, name="digits", width=80), width=80)

@@ -52,6 +52,24 @@ def test_the_view_of_an_ended_job_says_how_many_epochs_are_complete(simulate):
     assert cancelled.core.view(JobId("job"), cancelled.clock.now_s).epoch == 1
 
 
+def test_figures_of_a_job_that_stops_are_those_of_its_result(simulate):
+    """While a cancelled job's ranks were being ended its speed fell: `elche jobs` and the page said 1,246 samples/s,
+    the summary 1,761. Work that no round has taken counted as progress, and the job had a remaining time.
+    """
+    simulation = simulate(ranks(5, 11.5), dataset_size=3000, epochs=3)
+    in_mid_training(simulation, 2)
+    ledger = simulation.training.ledger
+    simulation.run_until(lambda: ledger.total_processed() > ledger.total_committed())
+    simulation.processes[1].receive = lambda command: None  # so that stopping takes time
+    simulation.handle(JobCancelled(job_id=JobId("job")))
+    stopping = simulation.core.view(JobId("job"), simulation.clock.now_s)
+    result = simulation.run()
+    ended, committed = simulation.core.view(JobId("job"), simulation.clock.now_s + 60), sum(result.committed_samples)
+    for view in (stopping, ended):
+        assert (view.samples_per_s, view.num_samples, view.eta_s) == (result.samples_per_s, committed, 0.0)
+        assert view.overhead_fraction == stopping.overhead_fraction
+
+
 def test_a_rank_that_does_not_leave_is_stopped_after_the_grace(simulate):
     simulation = simulate(ranks(5, 5))
     in_mid_training(simulation, 2)

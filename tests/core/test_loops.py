@@ -223,6 +223,16 @@ def test_an_epoch_that_was_told_without_a_rank_is_not_told_again_when_the_rank_i
     assert (loop.result.epochs, loop.result.committed_samples) == (8, (120,) * 8)
 
 
+def test_the_epochs_of_a_resumed_loop_are_those_of_the_whole_training() -> None:
+    """The summary of a loop that was resumed in epoch 5 of 12 said 7 epochs, beside the rounds of all twelve."""
+    loop = Attached(1)
+    for epoch in range(5, 12):
+        loop.ended_epoch(0, epoch, 100)
+    loop.handle(LoopLeft(**loop.of(0)))
+    assert loop.result is not None
+    assert (loop.result.epochs, loop.result.committed_samples) == (12, (100,) * 7)
+
+
 def test_what_one_rank_says_of_epoch_after_epoch_is_not_kept_for_each_of_the_others() -> None:
     """In a loop of 10,000 ranks each message of 20 bytes took 500 kB."""
     loop, sizes = Attached(30), []
@@ -326,6 +336,8 @@ def test_what_a_rank_raises_fails_the_job() -> None:
 def test_a_cancelled_loop_ends_with_its_ranks_or_after_the_grace_time() -> None:
     for leaves in (True, False):
         loop = Attached()
+        loop.batches(0, 4, 40)
+        loop.progress(1)
         told = loop.handle(JobCancelled(job_id=JOB))
         assert [one.rank for one in told if isinstance(one, SendShutdown)] == [0, 1]
         loop.handle(LoopLeft(**loop.of(0)))
@@ -337,6 +349,7 @@ def test_a_cancelled_loop_ends_with_its_ranks_or_after_the_grace_time() -> None:
             loop.handle(DeadlinePassed())
         assert loop.result is not None
         assert loop.result.outcome is Outcome.CANCELLED
+        assert loop.view.eta_s == 0.0, "it trains no more"
 
 
 def test_ranks_of_a_cancelled_loop_have_all_of_the_grace_time_to_leave() -> None:

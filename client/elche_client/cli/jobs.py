@@ -43,7 +43,9 @@ def fetch(job: str, file: Path | None, best: bool, address: str, as_json: bool) 
 
 @click.command()
 @click.argument("job")
-@click.option("--rank", type=int, metavar="N", help="Print the log of this rank alone, unchanged.")
+@click.option(
+    "--rank", type=int, metavar="N", help="Print the log of this rank alone, without its number before each line."
+)
 @click.option("-f", "--follow", is_flag=True, help="Print what is written from then on too, until the job ends.")
 @click.option("-t", "--times", is_flag=True, help="Print when each line was written, to a second.")
 @address_option

@@ -148,7 +148,7 @@ def cancel(job_id: str, address: str, *, as_json: bool = False) -> int:
 def logs(
     job_id: str, rank: int | None, address: str, *, follow: bool, with_times: bool = False, as_json: bool = False
 ) -> int:
-    """Prints the ranks' logs: each line with its rank, or those of one rank unchanged. Exit code 2 without any log."""
+    """Prints the ranks' logs: each line with its rank, or those of one rank without it. Exit code 2 without any log."""
     code = 2
     with Client(address) as client:
         for line in _lines(client, job_id, rank, follow=follow):

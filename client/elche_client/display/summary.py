@@ -85,7 +85,9 @@ def _facts(result: JobResult, record: str) -> list[tuple[str, str]]:
         facts += [("bound", bound), ("of the bound", percent(result.bound_fraction))]
     epochs = f"{result.epochs} of {quantity(result.dataset_size, 'samples')}, {si(result.rounds)} rounds"
     facts += [("epochs", epochs)] if result.dataset_size else [("rounds", si(result.rounds))]
-    facts += [("duration", duration(result.duration_s))]
+    part = _part_trained(result)
+    own = f", {quantity(sum(rank.samples for rank in result.ranks), 'samples')} since a checkpoint" if part < 1 else ""
+    facts += [("duration", duration(result.duration_s) + own)]
     dropped = sum(result.dropped_samples)
     facts += [("dropped", f"{quantity(dropped, 'samples')} by drop_last")] if dropped else []
     discarded = result.discarded_samples
@@ -102,9 +104,21 @@ def _facts(result: JobResult, record: str) -> list[tuple[str, str]]:
 
 
 def is_short(result: JobResult) -> bool:
-    """True if three or more ranks have trained so few batches each that averaging may have cost much accuracy."""
+    """True if three or more ranks have trained so few batches each that averaging may have cost much accuracy. Before
+    the checkpoint at which they began they had as many per sample.
+    """
     batches = [rank.batches for rank in result.ranks]
-    return bool(result.metrics) and len(batches) > 2 and sum(batches) / len(batches) < FEW_BATCHES
+    return (
+        bool(result.metrics) and len(batches) > 2 and sum(batches) / len(batches) < FEW_BATCHES * _part_trained(result)
+    )
+
+
+def _part_trained(result: JobResult) -> float:
+    """The fraction of the samples that the ranks have trained since they began: below 1 if that was at a checkpoint.
+    Of a loop, which has no bound, it is not known: what a rank has trained that died is not all reported.
+    """
+    own, committed = sum(rank.samples for rank in result.ranks), sum(result.committed_samples)
+    return own / committed if result.bound_samples_per_s and 0 < own < committed else 1.0
 
 
 def is_best(result: JobResult) -> bool:

@@ -197,14 +197,18 @@ class ScriptRun(LocalRun):
             self._give_up_s = min(self._give_up_s, time.monotonic() + PEERS_GRACE_S)
 
     def _cancel_loop(self, interrupted: Interrupted, progress: ProgressDisplay) -> JobResult:
+        """The newest job's result, once a checkpoint is written and all processes have exited."""
+        jobs = self._open_jobs
         with suppress(ElcheError, TimeoutError):
-            if jobs := self._open_jobs:
+            if jobs:
                 self._save_and_cancel(jobs, lambda event: self._show(event, progress), interrupted)
                 while self._running:
                     notification = next_notification(self.notifications, timeout_s=CANCEL_TIMEOUT_S)
                     if isinstance(notification, ProcessExited):
                         self._running.pop(notification.process, None)
-        return JobResult(state=JobState.CANCELLED, error=str(interrupted))
+        cancelled = JobResult(state=JobState.CANCELLED, error=str(interrupted))
+        result = next((self._come[job.id] for job in reversed(jobs) if job.id in self._come), cancelled)
+        return replace(result, error=cancelled.error) if result.state is JobState.CANCELLED else result
 
     def _explain_ranks(self, error: ElcheError) -> ElcheError:
         """The error to show: the exit of the first rank process that failed, if one has."""

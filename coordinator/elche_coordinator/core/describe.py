@@ -114,7 +114,7 @@ def describe_loop(loop: Loop, now_s: float) -> JobView:
         state = JobState.PAUSED
     ranks = _describe_ranks(loop, lambda record: record.phase, None, now_s)
     view = _add_loop(_describe(loop, state, loop.reason, ranks, now_s), loop, loop.began_s.get(JobPhase.ENDED, now_s))
-    return view if loop.result else _with_stalls(view)
+    return replace(view, eta_s=0.0) if loop.result else _with_stalls(view)
 
 
 def describe_training(job: ManagedJob, now_s: float) -> JobView:
@@ -129,7 +129,8 @@ def describe_training(job: ManagedJob, now_s: float) -> JobView:
     if run.backend is not None:
         view = replace(view, backend=str(run.backend), backend_name=run.backend.backend)
     if run.training is not None:
-        view = _add_training(view, run.training, run.generation, job.began_s.get(JobPhase.ENDED, now_s))
+        is_over = run.training.is_complete or job.phase in (JobPhase.STOPPING, JobPhase.ENDED)
+        view = _add_training(view, run.training, run.generation, job.began_s.get(JobPhase.ENDED, now_s), is_over)
     if job.result is None:
         return _with_stalls(view)
     return view if run.training is None else replace(view, epoch=run.training.ledger.epoch)
@@ -192,13 +193,17 @@ def _reason(job: ManagedJob) -> str:
     return too_few_notice(len(staying(training.members)), job.spec.min_ranks, num_loading)
 
 
-def _add_training(view: JobView, training: Training, generation: Generation | None, now_s: float) -> JobView:
+def _add_training(
+    view: JobView, training: Training, generation: Generation | None, now_s: float, is_over: bool
+) -> JobView:
+    """The view with what the training has done; once it `is_over`, with what is committed, as in the job's result."""
     ledger, settings = training.ledger, training.settings
     epoch = Epoch(min(ledger.epoch, ledger.num_epochs - 1))
     total = ledger.extent.total_samples
-    processed = min(total, ledger.total_processed())
-    rate = _rate(training, processed, now_s)
+    processed = min(total, ledger.total_committed() if is_over else ledger.total_processed())
+    rate = training.throughput()[0] if is_over else _rate(training, processed, now_s)
     committed = ledger.committed_samples(epoch)
+    end_s = training.committed.at_s if is_over and training.committed else now_s
     return replace(
         view,
         epoch=epoch,
@@ -210,7 +215,7 @@ def _add_training(view: JobView, training: Training, generation: Generation | No
         samples_per_s=rate,
         anchor=training.policy.anchor,
         num_rounds=training.version,
-        eta_s=(total - processed) / rate if rate > 0 else None,
+        eta_s=0.0 if is_over else (total - processed) / rate if rate > 0 else None,
         pacing=generation.scheduler.reason if generation else "",
         checkpoints=training.checkpoints.shown(training.evaluations.best_version),
         num_checkpoint_failures=training.checkpoints.num_failures,
@@ -221,7 +226,7 @@ def _add_training(view: JobView, training: Training, generation: Generation | No
         metrics=training.evaluations.metrics,
         round_s=training.last_round_s,
         averaging_s=training.averaging_ms / 1000,
-        overhead_fraction=_overhead(view, training, now_s),
+        overhead_fraction=_overhead(view, training, end_s),
         sent_bytes=training.sent_bytes,
         num_given_up=generation.num_given_up if generation else 0,
         discarded_samples=training.discarded_samples,
@@ -271,11 +276,10 @@ def _add_loop(view: JobView, loop: Loop, now_s: float) -> JobView:
     )
 
 
-def _overhead(view: JobView, training: Training, now_s: float) -> float:
-    """Fraction of the ranks' time since training began in which rounds kept them from training; 0 before that."""
+def _overhead(view: JobView, training: Training, end_s: float) -> float:
+    """Fraction of the ranks' time from its beginning to `end_s` in which rounds kept them from training."""
     if training.started is None or not view.ranks:
         return 0.0
-    end_s = training.committed.at_s if training.is_complete and training.committed else now_s
     elapsed_s = (end_s - training.started.at_s) * len(view.ranks)
     return min(1.0, added(rank.waited_s for rank in view.ranks) / elapsed_s) if elapsed_s > 0 else 0.0
 
@@ -285,11 +289,9 @@ def _age(at_s: float | None, now_s: float) -> float | None:
 
 
 def _rate(training: Training, processed: int, now_s: float) -> float:
-    """Samples trained per second since training began; once it is complete, samples committed per second."""
+    """Samples trained per second since training began."""
     if training.started is None:
         return 0.0
-    if training.is_complete:
-        return training.throughput()[0]
     elapsed_s = now_s - training.started.at_s
     return (processed - training.restored_samples) / elapsed_s if elapsed_s > 0 else 0.0
 

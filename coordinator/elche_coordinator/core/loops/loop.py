@@ -56,7 +56,7 @@ class Loop(Job):
         self.saved_at_s: float | None = None
         """Time at which the newest checkpoint was complete."""
         self.num_epochs = 0
-        """Number of epochs that have ended on all ranks."""
+        """Number of epochs that have ended on all ranks, and of those before the checkpoint at which it was resumed."""
         self.epoch_sizes: list[int] = []
         """Samples of all ranks in each of the newest ended epochs."""
         self._began_s = now_s
@@ -189,7 +189,7 @@ class Loop(Job):
             if record.rank not in ended:
                 self._late[record.rank] = max(epoch, self._late.get(record.rank, epoch))
         num_samples = self._num_done.pop(epoch, 0) or sum(tally.rank_samples.values())
-        self.num_epochs += 1
+        self.num_epochs = max(self.num_epochs, epoch) + 1  # those before it, if it was resumed
         self.epoch_sizes = [*self.epoch_sizes, num_samples][-MAX_EPOCHS_TOLD:]
         report: EpochReport = tally.report(epoch=epoch, ranks=list(self.ranks), committed=num_samples, dropped=0)
         self.outbox.publish(report)
