@@ -18,8 +18,6 @@ __all__ = ["begin"]
 
 pytestmark = pytest.mark.slow(reason="ranks are stopped, left out and started again")
 
-LONG = pytest.mark.long(reason="each case trains for several seconds, beside others in the gate that go the same way")
-
 
 def is_left_out(story: Story) -> bool:
     return bool(story.of(MembershipReport))
@@ -31,19 +29,8 @@ def trains(story: Story, *ranks: int, num_batches: int = 20) -> None:
     eventually(lambda: all(len(story.notes(rank)) > n + num_batches for rank, n in before.items()), f"{ranks} train")
 
 
-@pytest.mark.parametrize(
-    ("averaging", "backend"),
-    [
-        ("overlapped", "gloo"),
-        pytest.param("blocking", "cpu", marks=LONG),
-        pytest.param("blocking", "gloo", marks=LONG),
-        pytest.param("overlapped", "cpu", marks=LONG),
-    ],
-)
-def test_a_stopped_rank_is_left_out_and_is_a_newcomer_when_it_continues(
-    begin: Callable[..., Story], averaging: str, backend: str
-) -> None:
-    story = begin(averaging=averaging, backend=backend)
+def test_a_stopped_rank_is_left_out_and_is_a_newcomer_when_it_continues(begin: Callable[..., Story]) -> None:
+    story = begin()
     trains(story, 0, 1, 2)
     (pid,) = story.pids(1)
     os.kill(pid, signal.SIGSTOP)
@@ -114,16 +101,15 @@ def test_a_stopped_host_is_left_out_and_its_ranks_are_newcomers_when_it_continue
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("who", ["agent", "coordinator"])
-def test_a_stopped_daemon_costs_no_rank(cluster: Cluster, begin: Callable[..., Story], who: str) -> None:
+def test_a_stopped_daemon_costs_no_rank(cluster: Cluster, begin: Callable[..., Story]) -> None:
     """Ranks live as long as their own sessions do; and a coordinator that wakes has not read what they have said."""
     story = begin()
     trains(story, 0, 1, 2)
-    daemon = cluster.agent.process if who == "agent" else cluster.coordinator.process
-    os.kill(daemon.pid, signal.SIGSTOP)
-    time.sleep(4.0)  # longer than any rank may be silent here
-    os.kill(daemon.pid, signal.SIGCONT)
-    trains(story, 0, 1, 2)
+    for daemon in (cluster.agent.process, cluster.coordinator.process):
+        os.kill(daemon.pid, signal.SIGSTOP)
+        time.sleep(4.0)  # longer than any rank may be silent here
+        os.kill(daemon.pid, signal.SIGCONT)
+        trains(story, 0, 1, 2)
     story.hurry()
     succeeds(story, survivors=(0, 1, 2))
     assert story.of(MembershipReport) == []

@@ -16,7 +16,7 @@ from worker.test_notices import address, metadata
 from elche.errors import InvalidJob, JobFailed
 from elche_client import Client
 from elche_client.events import Checkpoint, JobState, MembershipReport, RoundReport
-from support.real_processes import Agent, Cluster, Command, Mark, agent, coordinator, eventually
+from support.real_processes import Agent, Command, Mark, agent, coordinator, eventually
 
 __all__ = ["begin"]
 
@@ -221,27 +221,6 @@ def test_a_job_takes_in_what_comes_and_lets_go_what_is_too_many(
     assert all(re.match(r"rank \d (trains (again )?on|has left) ", text) for text in told), told
     with pytest.raises(InvalidJob, match=r"cannot be changed: it has ended$"):
         story.job.scale(2)
-
-
-@pytest.mark.parametrize("has_checkpoint", [True, False])
-def test_all_ranks_are_killed_and_the_job_goes_back(
-    cluster: Cluster, begin: Callable[..., Story], has_checkpoint: bool
-) -> None:
-    story = begin(checkpoint_every_epochs=1 if has_checkpoint else None)
-    if has_checkpoint:
-        eventually(lambda: story.of(Checkpoint), "a checkpoint")
-    trains(story, 0, 1, 2)
-    for rank in range(3):
-        os.kill(story.pids(rank)[0], signal.SIGKILL)
-    where = r"checkpoint \S+/checkpoints/\S+" if has_checkpoint else "its start"
-    eventually(
-        lambda: any(re.search(f"; the job goes back to {where}$", one.text) for one in story.of(MembershipReport)),
-        "told",
-    )
-    story.await_return(0, 1, 2)
-    result = story.end()
-    assert result.state is JobState.SUCCEEDED
-    assert result.committed_samples == (NUM_SAMPLES,) * EPOCHS
 
 
 @pytest.mark.long(reason="core/test_going_back.py shows it")
