@@ -15,7 +15,7 @@ from worker.test_notices import address, metadata
 
 from elche.errors import InvalidJob, JobFailed
 from elche_client import Client
-from elche_client.events import Checkpoint, JobState, MembershipReport, RoundReport
+from elche_client.events import Checkpoint, JobState, MembershipReport
 from support.real_processes import Agent, Command, Mark, agent, coordinator, eventually
 
 __all__ = ["begin"]
@@ -145,27 +145,6 @@ def test_a_host_is_drained_by_hand(hosts: Hosts, begin: Callable[..., Story], el
     assert elche("drain", "agent-2", "--off", "--coordinator", there).out == "agent-2 is offered again\n"
     story.await_return(2)
     succeeds(story, survivors=(0, 1))
-
-
-@pytest.mark.long(reason="core/test_leaving.py shows it, and a worker that gets SIGTERM goes the same way")
-def test_the_only_host_leaves_and_the_job_waits_at_a_checkpoint(hosts: Hosts, begin: Callable[..., Story]) -> None:
-    """Of what was committed nothing is made again."""
-    leaving = hosts.join("a", "cpu,cpu,cpu")
-    story = begin(client=hosts.client)
-    trains(story, 0, 1, 2)
-    leaving.process.send_signal(signal.SIGTERM)
-    assert leaving.process.wait(400) == 0
-    eventually(lambda: story.of(MembershipReport), "it is told")
-    assert "the job goes back to checkpoint" in story.of(MembershipReport)[-1].text
-    (saved,) = story.of(Checkpoint)
-    lost = [report for report in story.of(RoundReport) if report.version > saved.version]
-    assert len(lost) <= 3
-    eventually(lambda: re.fullmatch(AWAY, hosts.client.jobs()[0].reason), "it waits")
-    story.hurry()
-    hosts.join("a", "cpu,cpu,cpu")
-    result = story.end()
-    assert result.state is JobState.SUCCEEDED
-    assert result.committed_samples == (NUM_SAMPLES,) * EPOCHS
 
 
 def test_the_only_host_with_the_model_is_drained_and_another_gets_it_first(
