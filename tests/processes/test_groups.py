@@ -455,13 +455,6 @@ def test_what_is_resumed_is_what_was_kept(groups: Cluster, job_file: JobFile, tm
 # The command line, and what cannot be
 
 
-@pytest.mark.long(reason="a group of a submitted job is started in the same way")
-def test_elche_run_takes_the_groups_from_the_file(elche: Callable[..., Command], job_file: JobFile) -> None:
-    done = elche("run", str(job_file("sharded.py")), "--ranks", "2", "--device", "cpu", "--out", "out", "--json")
-    assert done.code == 0, done.err
-    assert '"device":"2xcpu"' in done.out.replace(" ", "")
-
-
 def test_a_job_that_is_placed_in_other_groups_than_it_says(groups: Cluster, job_file: JobFile) -> None:
     with pytest.raises(JobFailed) as failed:
         groups.client.submit(job_file("sharded.py"), num_ranks=2).result()

@@ -5,14 +5,12 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 
 import pytest
 from processes.test_lost_ranks import Story, begin, succeeds
 
-from elche_client import Client
 from elche_client.events import MembershipReport
-from support.real_processes import Cluster, Mark, agent, coordinator, eventually
+from support.real_processes import Cluster, eventually
 
 __all__ = ["begin"]
 
@@ -75,29 +73,6 @@ def test_a_step_that_never_returns_is_ended_and_its_stack_is_in_the_log(begin: C
     log = "\n".join(line.text for line in story.job.logs(rank=2))
     assert "the rank is ended because it hangs" in log
     assert "in train_step" in log
-
-
-@pytest.mark.long(reason="a stopped rank goes the same way")
-def test_a_stopped_host_is_left_out_and_its_ranks_are_newcomers_when_it_continues(
-    mark: Mark, tmp_path, job_file, begin: Callable[..., Story]
-) -> None:
-    """A laptop that is closed, a container that is paused: its agent cannot be asked to end anything."""
-    with ExitStack() as stack:
-        one = stack.enter_context(coordinator(mark, tmp_path))
-        client = stack.enter_context(Client(one.address, token=""))
-        stack.enter_context(agent(mark, tmp_path, one.address, devices="cpu,cpu"))
-        other = stack.enter_context(agent(mark, tmp_path, one.address, devices="cpu"))
-        story = begin(client=client)
-        trains(story, 0, 1, 2)
-        pids = [other.process.pid, *story.pids(2)]
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        eventually(lambda: is_left_out(story), "it is left out")
-        trains(story, 0, 1, num_batches=60)
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-        story.await_return(2)
-        succeeds(story, survivors=(0, 1))
 
 
 @pytest.mark.gate

@@ -37,7 +37,6 @@ pytestmark = pytest.mark.slow(reason="ranks are killed and started again")
 JobFile = Callable[..., Path]
 NUM_SAMPLES, SEED, EPOCHS = 960, 0, 16  # of jobs/dying.py
 FEW = 8
-LONG = pytest.mark.long(reason="each case trains for several seconds, beside others in the gate that go the same way")
 OTHERS_GO_ON = "AWAITS = 12"
 """A line for jobs/dying.py: others that wait for a rank to come back wait forever. How long they train no batch is
 measured by `benchmarks/chaos.py`: 0.07 to 0.5 s on two busy cores.

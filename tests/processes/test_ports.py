@@ -3,7 +3,6 @@
 import ast
 import json
 import math
-import os
 import re
 import runpy
 import signal
@@ -130,13 +129,3 @@ def test_after_ctrl_c_a_port_goes_on_bit_for_bit(name: str, mark: Mark, tmp_path
     assert wanted.keys() == found.keys()
     assert [key for key in wanted if not torch.equal(wanted[key], found[key])] == []
     assert figures(folder, "rest") == figures(tmp_path / "whole")
-
-
-@pytest.mark.long(reason="dead ranks are shown in test_dead_ranks and test_lost_ranks")
-@pytest.mark.parametrize("name", NAMES)
-def test_a_port_goes_on_when_a_rank_is_killed(name: str, mark: Mark, tmp_path: Path) -> None:
-    process = begun(mark, tmp_path / "run", name, "--ranks", "2")
-    (victim,) = (pid for pid in mark.living() if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
-    os.kill(victim, signal.SIGKILL)
-    assert process.wait(LIMIT_S) == 0, text_of(tmp_path / "run")
-    assert trained(tmp_path / "run")

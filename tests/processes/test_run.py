@@ -182,36 +182,6 @@ def test_the_command_is_killed_while_the_file_is_checked(mark: Mark, job_file: J
         mark.assert_none_left(limit_s=400)
 
 
-STUCK = """
-def stuck(model, batch, count=[0]):
-    loss = train_step(model, batch)
-    count[0] += 1
-    if count[0] > 5:
-        Path(__file__).with_suffix(".stuck").touch()
-        sum(__import__("itertools").repeat(1, 10**11))
-    return loss
-
-import dataclasses
-job = dataclasses.replace(job, train_step=stuck)
-"""
-
-
-@pytest.mark.long(reason="test_the_agent_is_killed goes the same way")
-def test_the_agent_is_killed_while_a_rank_does_not_let_go(mark: Mark, job_file: JobFile) -> None:
-    stuck = job_file("linear.py", STUCK)
-    with running(mark, stuck, until=lambda path: path.with_suffix(".stuck").exists()) as run:
-        os.kill(run.pid("elche_worker.agent"), signal.SIGKILL)
-        assert run.end()[0] == 1
-        mark.assert_none_left(limit_s=400)
-
-
-@pytest.mark.long(reason="it starts a whole run for one variable of the environment")
-def test_a_proxy_for_the_web(elche: Callable[..., Command], job_file: JobFile) -> None:
-    proxy = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
-    done = elche("run", str(job_file()), "--epochs", "1", env=proxy)
-    assert done.code == 0, done.err
-
-
 PRINTS = """
 print("loads", __import__("sys").argv[1:], os.environ.get("FLAVOUR"))
 plain_step = train_step
@@ -236,27 +206,6 @@ def test_what_ranks_print_is_shown(elche: Callable[..., Command], job_file: JobF
         assert any(line.startswith(f"rank {rank} | a batch of rank {rank}") for line in lines)
     assert "this rank leaves" not in done.out
     assert "\x1b" not in done.out + done.err.replace("\x1b]0;owned\x07", "")  # the check's own words are the file's
-
-
-FLOODS = """
-flood = "\\n".join(["x" * 99] * 10_000)
-plain_step = train_step
-
-def train_step(model, batch):
-    print(flood)
-    return plain_step(model, batch)
-
-import dataclasses
-job = dataclasses.replace(job, train_step=train_step)
-"""
-
-
-@pytest.mark.long(reason="test_what_ranks_print_is_shown goes the same way")
-def test_a_rank_that_prints_megabytes_is_shown_in_part(elche: Callable[..., Command], job_file: JobFile) -> None:
-    done = elche("run", str(job_file("linear.py", FLOODS)), "--ranks", "1", "--epochs", "2")
-    assert done.code == 0, done.err
-    assert re.search(r"^rank 0 \| \([\d.]+ k lines dropped\)$", done.out, re.MULTILINE)
-    assert len(done.out) < 2_000_000  # of 60 MB
 
 
 def test_ctrl_c_writes_a_checkpoint_first_and_says_how_to_go_on(
