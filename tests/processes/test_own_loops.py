@@ -218,15 +218,6 @@ def test_a_checkpoint_on_request_goes_on_exactly(mark: Mark, cluster: Cluster, t
     assert sum(left.get(position["epoch"], Counter()).values()) == 200 - position["done"]
 
 
-def test_what_a_rank_raises_is_the_jobs_end(mark: Mark, cluster: Cluster, tmp_path: Path) -> None:
-    with attached(cluster, mark, tmp_path / "loop", LOOP_FAIL_AT="20") as (run, job):
-        assert run.process.wait(400) != 0
-        result = end_of(job)
-        assert result.state is JobState.FAILED
-        assert "ValueError: on purpose, on rank 1" in result.error
-        assert "own_loop.py" in result.traceback
-
-
 @pytest.mark.long(reason="others begin with elche run, too")
 def test_elche_run_starts_a_process_for_each_device(elche: Callable[..., Command], mark: Mark, tmp_path: Path) -> None:
     env = {"LOOP_NOTES": str(tmp_path), "LOOP_EL_CHE": "1", "OMP_NUM_THREADS": "1"}

@@ -58,6 +58,7 @@ def test_a_rank_that_raises_ends_the_others_with_its_line(cluster: Cluster, job_
     raising = cluster.client.submit(path, num_ranks=2, environment=environment(notes, LOOP_FAIL_AT="5"))
     result = end_of(raising)
     assert (result.state, result.error) == (JobState.FAILED, "ValueError: on purpose, on rank 1 at batch 5")
+    assert "own_loop.py" in result.traceback
     cluster.mark.assert_none_left("elche rank")
 
 
