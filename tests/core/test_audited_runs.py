@@ -19,7 +19,7 @@ JOINED_A_RESUMED_RUN = [40_000_427]
 """The first file of the attempt is that of a rank that has loaded no checkpoint."""
 SEEDS = [*LEFT_WITH_A_RESULT, *TRAINED_AGAIN_ALIKE, *JOINED_A_RESUMED_RUN]
 SEEDS += [
-    first + number for first in (WITH_HOSTS, WITH_STARTS, WITH_DISKS, WITH_BURSTS, WITH_NAPS) for number in range(10)
+    first + number for first in (WITH_HOSTS, WITH_STARTS, WITH_DISKS, WITH_BURSTS, WITH_NAPS) for number in range(5)
 ]
 
 
@@ -34,7 +34,7 @@ def test_a_random_run_is_proven(tmp_path: Path, seed: int) -> None:
     assert tuple(verdict.epoch_samples[: len(result.committed_samples)]) == result.committed_samples
 
 
-@pytest.mark.parametrize("seed", [30_000_007, 30_000_036, 30_000_440, 40_000_074, *range(30_000_040, 30_000_050)])
+@pytest.mark.parametrize("seed", [30_000_007, 30_000_036, 30_000_440, 40_000_074, *range(30_000_040, 30_000_045)])
 def test_a_random_run_that_is_cancelled_is_proven(tmp_path: Path, seed: int) -> None:
     """The first two have lost all ranks, and wait to begin again. The third has trained the same three times, and
     the fourth is cancelled when it was to end early.
@@ -55,7 +55,7 @@ def test_a_random_run_that_is_cancelled_is_proven(tmp_path: Path, seed: int) -> 
     assert not elche_audit.judge(tmp_path).violations, "a submitted job leaves no records"
 
 
-@pytest.mark.parametrize("seed", range(30_000_050, 30_000_060))
+@pytest.mark.parametrize("seed", range(30_000_050, 30_000_055))
 def test_a_random_run_of_which_all_is_lost_at_once_is_not_refuted(tmp_path: Path, seed: int) -> None:
     simulation = random_run(seed).simulation
     audited(simulation, tmp_path)

@@ -166,7 +166,7 @@ def test_drained_while_it_loads_the_file_a_job_waits_however_often(simulate):
 
 
 @by_policy
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_hosts_that_are_drained_while_ranks_die(simulate, policy, averaging, seed):
     simulation = simulate(
         ranks(25.0, 30.0, 57.5, 40.0), policy=policy, averaging=averaging, build_ms=15.0, sync_ms=10.0, seed=seed,

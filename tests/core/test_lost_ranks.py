@@ -88,7 +88,7 @@ def dies_as_a_round_ends(simulation: WatchedSimulation, rank: int, fates: Sequen
 
 @by_policy
 @pytest.mark.parametrize(
-    "fates", list(itertools.product(Fate, repeat=2)), ids=lambda fates: "-".join(f.name for f in fates)
+    "fates", list(itertools.combinations_with_replacement(Fate, 2)), ids=lambda fates: "-".join(f.name for f in fates)
 )
 def test_a_rank_dies_in_a_round_that_ends_otherwise_for_each_of_the_others(simulate, policy, averaging, fates):
     """Whatever somebody has received commits, with the dead rank's part; else the round never was."""
@@ -123,7 +123,7 @@ def test_the_job_fails_where_that_is_wanted(simulate):
 
 
 @by_policy
-@pytest.mark.parametrize("apart_ms", [0.0, 3.0, 15.0, 40.0])
+@pytest.mark.parametrize("apart_ms", [0.0, 15.0])
 def test_two_ranks_die_shortly_after_each_other(simulate, policy, averaging, apart_ms):
     simulation = simulate(ranks(25.0, 30.0, 57.5, 40.0), policy=policy, averaging=averaging, build_ms=20.0)
     in_mid_training(simulation)

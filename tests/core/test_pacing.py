@@ -117,10 +117,6 @@ def test_from_a_standing_start_all_arrive_within_a_batch_of_their_own(ms, anchor
 # counts_to_finish
 
 
-def span_ms(some: list[Pace], counts: dict[Rank, int]) -> float:
-    return max(pace.delay_ms + (counts[pace.rank] - pace.made) * pace.ms_per_batch for pace in some)
-
-
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(rows=PACES, num_batches=st.integers(0, 200))
 def test_all_batches_are_dealt_out_and_nobody_gives_one_back(rows, num_batches):

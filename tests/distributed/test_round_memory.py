@@ -109,8 +109,8 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"compress": "bf16"},
     "int8": {"compress": "int8", "merge": "adascale"},
 }
-LONG = pytest.mark.long(reason="an outer step and compression go the same way with adam and int8")
-BESIDE_OTHERS = ("nesterov", "bf16")
+LONG = pytest.mark.long(reason="a gain, an outer step and compression go the same way with adam and int8")
+BESIDE_OTHERS = ("by default", "nesterov", "bf16")
 
 
 @pytest.mark.parametrize("case", [pytest.param(one, marks=LONG if one in BESIDE_OTHERS else ()) for one in CASES])

@@ -63,8 +63,9 @@ def train(strategy: Strategy, build_optimizer: Callable[..., torch.optim.Optimiz
 
 LONG = pytest.mark.long(reason="beside those on two ranks")
 OF_FOUR = Strategy.HYBRID_SHARD(intra_node_size=2)
+HERE = [(2, Strategy.FULL_SHARD), (2, Strategy.SHARD_GRAD_OP), (2, Strategy.NO_SHARD), (4, OF_FOUR)]
 """On two ranks it is none: each of its groups would be one process."""
-FEW = [one if one[0] == 2 or one[1] == OF_FOUR else pytest.param(*one, marks=LONG) for one in STRATEGIES]
+FEW = [one if one in HERE else pytest.param(*one, marks=LONG) for one in STRATEGIES]
 
 
 @pytest.mark.parametrize(("world_size", "strategy"), FEW, ids=str)
@@ -145,7 +146,7 @@ def train_scalars(strategy: Strategy, build_optimizer: Callable[..., torch.optim
 
 @pytest.mark.parametrize(
     ("world_size", "strategy"),
-    [one if one[0] == 2 else pytest.param(*one, marks=LONG) for one in STRATEGIES],
+    [one if one in (HERE[0], HERE[2]) else pytest.param(*one, marks=LONG) for one in STRATEGIES],
     ids=str,
 )
 def test_parameters_of_shape_nothing_are_whole_on_every_rank_and_learn_the_mean(

@@ -35,8 +35,7 @@ def train_beside_ddp(num_steps: int, overlap: bool) -> float:
     return float((flat(ours) - flat(theirs.module)).abs().max())
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "overlap"), [(3, True), (2, False)])
 def test_a_hundred_steps_equal_those_of_ddp(worlds: Worlds, size: int, overlap: bool) -> None:
     assert max(worlds.run(size, train_beside_ddp, 100, overlap)) < 1e-6
 

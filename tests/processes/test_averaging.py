@@ -6,22 +6,21 @@ from pathlib import Path
 import pytest
 
 from elche.errors import JobFailed
-from elche_client.events import JobState, RoundReport, UserEvent
+from elche_client.events import JobState, UserEvent
 from support.real_processes import Cluster
 
 JobFile = Callable[..., Path]
 NUM_SAMPLES = 500  # of jobs/linear.py
-REPLACE = "import dataclasses\nfrom elche_worker.outer import SGD, Adam, Nesterov\njob = dataclasses.replace(job, {})"
+REPLACE = "import dataclasses\nfrom elche_worker.outer import SGD, Nesterov\njob = dataclasses.replace(job, {})"
 
 
 @pytest.mark.parametrize(
     "how",
     [
         "averaging='overlapped', num_workers=2, compress='auto'",
-        "averaging='overlapped', policy='async', weighting='uniform', merge='adascale'",
         "averaging='overlapped', compress='int8', outer_optimizer=Nesterov(lr=0.5, momentum=0.5), merge='adascale'",
-        "compress='bf16', outer_optimizer=SGD(lr=0.9), max_grad_norm=10.0, lr_scale_ratio=0.1",
-        "outer_optimizer=Adam(lr=0.5), schedule=lambda progress: 1.0 if progress.step < 20 else 0.5",
+        "compress='bf16', outer_optimizer=SGD(lr=0.9), max_grad_norm=10.0, lr_scale_ratio=0.1, weighting='uniform', "
+        "schedule=lambda progress: 1.0 if progress.step < 20 else 0.5",
     ],
 )
 def test_a_job_averages_as_it_says(cluster: Cluster, job_file: JobFile, how: str) -> None:
@@ -32,33 +31,6 @@ def test_a_job_averages_as_it_says(cluster: Cluster, job_file: JobFile, how: str
     trained = [int(i) for rank in (0, 1) for i in path.with_suffix(f".rank-{rank}").read_text().split()]
     assert sorted(trained) == sorted(list(range(NUM_SAMPLES)) * 6)
     assert result.metrics["mse"] < 6.0  # 8 before training; how many rounds there are depends on the machine's load
-
-
-def bytes_per_round(cluster: Cluster, path: Path) -> int:
-    """Sent by a rank in a round after the first, which spreads the start state."""
-    events = list(cluster.client.submit(path, num_ranks=2).watch())
-    rounds = [event for event in events if isinstance(event, RoundReport)]
-    return rounds[2].rank_sent_bytes[0]
-
-
-WIDE = """
-def model():
-    return nn.Sequential(nn.Linear(8, 4096), nn.Linear(4096, 1))
-
-def optimizer(model):
-    return torch.optim.SGD(model.parameters(), lr=1e-5)
-"""
-
-
-def test_compressed_rounds_send_less(cluster: Cluster, job_file: JobFile) -> None:
-    sent = {}
-    for compress in ("None", "'bf16'", "'int8'", "'int2'"):
-        fields = f"epochs=1, model=model, optimizer=optimizer, evaluate=None, merge='mean', compress={compress}"
-        lines = WIDE, REPLACE.format(fields)
-        sent[compress] = bytes_per_round(cluster, job_file("linear.py", *lines))
-    assert sent["'bf16'"] < 0.52 * sent["None"]
-    assert sent["'int8'"] < 0.28 * sent["None"]
-    assert sent["'int2'"] < 0.08 * sent["None"]
 
 
 POISON = """
@@ -77,10 +49,8 @@ def test_parameters_that_are_not_finite_fail_the_job_by_name(cluster: Cluster, j
         cluster.client.submit(path, num_ranks=2).result()
 
 
-@pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
-def test_a_rank_that_is_not_finite_is_skipped_and_goes_on(cluster: Cluster, job_file: JobFile, averaging: str) -> None:
-    how = f"epochs=6, train_step=train_step, nonfinite='skip', averaging={averaging!r}"
-    path = job_file("linear.py", POISON, REPLACE.format(how))
+def test_a_rank_that_is_not_finite_is_skipped_and_goes_on(cluster: Cluster, job_file: JobFile) -> None:
+    path = job_file("linear.py", POISON, REPLACE.format("epochs=6, train_step=train_step, nonfinite='skip'"))
     result = cluster.client.submit(path, num_ranks=2, verify_rounds=True).result()
     assert result.committed_samples == (NUM_SAMPLES,) * 6
     assert 0 < result.discarded_samples < 3 * NUM_SAMPLES  # as many as the rank makes until it has the result
@@ -90,11 +60,13 @@ def test_a_rank_that_is_not_finite_is_skipped_and_goes_on(cluster: Cluster, job_
 WRONG = """
 import time
 
+from elche_worker import this_rank
+
 rounds = []
 
 
 def train_step(model, batch, before=train_step):
-    if os.environ["ELCHE_RANK"] == "1" and len(rounds) >= 12 and "wrong" not in rounds:
+    if os.environ["ELCHE_RANK"] == "1" and this_rank().epoch >= 2 and len(rounds) >= 12 and "wrong" not in rounds:
         rounds.append("wrong")
         with torch.no_grad():
             model.weight[0, 0] = 1e6
@@ -103,31 +75,11 @@ def train_step(model, batch, before=train_step):
 """
 
 
-@pytest.mark.parametrize("more", ["averaging='blocking'", "averaging='overlapped'", "compress='int8'"])
-def test_a_device_that_computes_wrong_is_left_out_of_a_round(cluster: Cluster, job_file: JobFile, more: str) -> None:
-    """One number of one rank becomes a million. The job ends as if nothing had been, and says whose it was."""
-    how = f"epochs=15, max_anchor=1, train_step=train_step, {more}"
-    how += ", after_round=lambda *_: rounds.append(None)"
-    handle = cluster.client.submit(job_file("linear.py", WRONG, REPLACE.format(how)), num_ranks=2, verify_rounds=True)
-    # Not that a rank has had little of its share, which may be said on a busy machine.
-    left_out = [
-        report.rank
-        for report in handle.watch()
-        if isinstance(report, UserEvent) and "left out of the average" in report.text
-    ]
-    result = handle.result()
-    assert left_out in ([1], [1, 1])  # a round may be entered before the rank has the result
-    assert result.committed_samples == (NUM_SAMPLES,) * 15
-    assert 0 < result.discarded_samples < 3 * NUM_SAMPLES, "of a round or two, which are long on a busy machine"
-    assert result.metrics["mse"] < 4.0
-
-
 def test_a_device_that_computes_wrong_after_a_resume_is_left_out(cluster: Cluster, job_file: JobFile) -> None:
+    """One number of one rank becomes a million. The job ends as if nothing had been, and says whose it was."""
     how = "epochs=20, max_anchor=1, train_step=train_step, after_round=lambda *_: rounds.append(None)"
-    wrong = WRONG.replace("and len(rounds) >= 12", "and this_rank().epoch >= 2 and len(rounds) >= 12")
-    assert wrong != WRONG
-    path = job_file("linear.py", f"from elche_worker import this_rank\n{wrong}", REPLACE.format(how))
-    first = cluster.client.submit(path, num_ranks=2, epochs=2, checkpoint_every_epochs=1)
+    path = job_file("linear.py", WRONG, REPLACE.format(how))
+    first = cluster.client.submit(path, num_ranks=2, epochs=2, checkpoint_every_epochs=1, verify_rounds=True)
     assert first.result().metrics["mse"] < 20.0
     handle = cluster.client.resume(first.id, epochs=20)
     # Not that a rank has had little of its share, which may be said on a busy machine.
@@ -139,4 +91,5 @@ def test_a_device_that_computes_wrong_after_a_resume_is_left_out(cluster: Cluste
     result = handle.result()
     assert left_out in ([1], [1, 1])  # a round may be entered before the rank has the result
     assert result.committed_samples == (NUM_SAMPLES,) * 20
+    assert 0 < result.discarded_samples < 3 * NUM_SAMPLES, "of a round or two, which are long on a busy machine"
     assert result.metrics["mse"] < 4.0

@@ -27,12 +27,6 @@ def train_and_check(cluster: Cluster, path: Path, **options: object) -> bytes:
     return Path(result.model).read_bytes()
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-@pytest.mark.parametrize("backend", ["gloo", "cpu"])
-def test_ranks_average(cluster: Cluster, job_file: JobFile, policy: str, backend: str) -> None:
-    train_and_check(cluster, job_file(), policy=policy, backend=backend)
-
-
 def test_both_backends_make_the_same_model_bit_for_bit(cluster: Cluster, job_file: JobFile) -> None:
     """Under `sync` the rounds do not depend on time, so that nothing but the way differs."""
     path = job_file()

@@ -182,17 +182,6 @@ def test_resumed_and_uninterrupted_runs_are_equal_bit_for_bit(
         assert all(torch.equal(found[key], wanted[key]) for key in wanted), name
 
 
-@pytest.mark.long(reason="the blocking one, above, goes the same way")
-def test_an_overlapped_cadence_is_repeated_bit_for_bit(
-    elche: Callable[..., Command], job_file: JobFile, tmp_path: Path
-) -> None:
-    path = job_file("linear.py", REPLACE.format("averaging='overlapped', epochs=6"))
-    assert elche("run", str(path), "--ranks", "2", "--slow", "1=3", "--out", "whole", "--json").code == 0
-    assert elche("replay", "whole", "--out", "again", "--json").code == 0
-    wanted, found = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "again"))
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-
-
 # At a coordinator
 
 

@@ -77,45 +77,12 @@ def test_metrics_of_a_job_that_runs(cluster: Cluster, held_back: HeldBack, tmp_p
     assert list(watch)[-1].state is JobState.CANCELLED
 
 
-@pytest.mark.long(reason="processes/test_crashes restarts at each write")
-def test_a_restart_goes_on(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
-    """A job that runs, one that may lose no rank, and one that waits go on when the coordinator is killed and starts
-    again, and no rank does.
-    """
-    with ExitStack() as stack:
-        one = stack.enter_context(coordinator(mark, tmp_path))
-        stack.enter_context(agent(mark, tmp_path, one.address, devices="cpu,cpu,cpu"))
-        client = stack.enter_context(Client(one.address))
-        done = client.submit(job_file(), num_ranks=2, epochs=1)
-        result = done.result()
-        fails = client.submit(job_file(), num_ranks=1, epochs=10_000, on_rank_loss="fail")
-        ran = client.submit(job_file(), num_ranks=2, epochs=60)
-        watch = ran.watch()
-        eventually(lambda: isinstance(next(watch), RoundReport), "a round")
-        waited = client.submit(job_file(), num_ranks=3, epochs=1)
-        assert next(iter(waited.watch())).state is JobState.QUEUED
-        before = mark.living("elche rank")
-        assert len(before) == 3
-        one.process.kill()
-        one.process.wait()
-        (tmp_path / "again").mkdir()
-        two = stack.enter_context(coordinator(mark, tmp_path / "again", data=one.data, listen=one.address))
-        client = stack.enter_context(Client(two.address))
-        assert {view.job_id for view in client.jobs()} == {done.id, fails.id, ran.id, waited.id}
-        assert client.job(done.id).result() == result
-        eventually(lambda: isinstance(next(watch), RoundReport), "a watch outlasts the restart")
-        assert mark.living("elche rank") == before, "no rank was started again"
-        other_watch = client.watch(fails.id)
-        eventually(lambda: isinstance(next(other_watch), RoundReport), "a round of the job that may lose no rank")
-        client.job(fails.id).cancel()
-        assert client.job(ran.id).result().committed_samples == (NUM_SAMPLES,) * 60
-        assert client.job(waited.id).result().committed_samples == (NUM_SAMPLES,)
-        assert two.new_errors() == []
-
-
-def test_a_coordinator_that_is_stopping_lets_nobody_in(mark: Mark, tmp_path: Path, held_back: HeldBack) -> None:
-    """A page that is looked at makes it take its time. Its agent and ranks try again at once, and must not be told what
-    the next coordinator does not know: no rank is started again.
+def test_a_coordinator_that_is_told_to_stop_has_jobs_saved_first_and_lets_nobody_in(
+    mark: Mark, tmp_path: Path, held_back: HeldBack
+) -> None:
+    """One of another version goes on with all that was committed before the signal. A page that is looked at makes it
+    take its time. Its agent and ranks try again at once, and must not be told what the next coordinator does not know:
+    no rank is started again.
     """
     may_end, epochs = tmp_path / "may-end", 20
     with ExitStack() as stack:
@@ -123,12 +90,18 @@ def test_a_coordinator_that_is_stopping_lets_nobody_in(mark: Mark, tmp_path: Pat
         attending = stack.enter_context(agent(mark, tmp_path, one.address))
         client = stack.enter_context(Client(one.address, reconnect_s=60))
         job = client.submit(held_back(may_end), num_ranks=2, epochs=epochs)
-        watch = job.watch()
-        eventually(lambda: isinstance(next(watch), RoundReport), "a round")
+        watch, version = job.watch(), 0
+        while version < 5:
+            event = eventually(lambda: next(watch), "rounds")
+            version = event.version if isinstance(event, RoundReport) else version
+        assert not client.checkpoints(job.id), "none was due"
         before = mark.living("elche rank")
         stack.enter_context(urllib.request.urlopen(f"{one.page_url}/api/stream?job={job.id}", timeout=400)).readline()
         one.process.send_signal(signal.SIGTERM)
         assert one.process.wait(400) == 0
+        assert "1 jobs make a checkpoint before this coordinator stops" in one.log.read_text()
+        saved = eventually(lambda: event if isinstance(event := next(watch), Checkpoint) else None, "a checkpoint")
+        assert saved.version > version
         (tmp_path / "again").mkdir()
         two = stack.enter_context(coordinator(mark, tmp_path / "again", data=one.data, listen=one.address))
         eventually(lambda: attending.log.read_text().count("connected as agent-1") == 2, "it is back under its name")
@@ -167,41 +140,6 @@ def test_a_coordinator_of_another_version_goes_on_from_checkpoints(
         result = client.job(ran.id).result()
         assert result.committed_samples == (NUM_SAMPLES,) * epochs
         assert result.rounds > saved.version
-
-
-@pytest.mark.gate
-def test_a_coordinator_that_is_told_to_stop_has_jobs_saved_first(
-    mark: Mark, tmp_path: Path, held_back: HeldBack
-) -> None:
-    """One of another version, as after an upgrade, goes on with all that was committed before the signal."""
-    may_end, epochs = tmp_path / "may-end", 20
-    with ExitStack() as stack:
-        one = stack.enter_context(coordinator(mark, tmp_path))
-        stack.enter_context(agent(mark, tmp_path, one.address))
-        client = stack.enter_context(Client(one.address, reconnect_s=60))
-        job = client.submit(held_back(may_end), num_ranks=2, epochs=epochs)
-        watch = job.watch()
-        before = 0
-        while before < 5:
-            event = eventually(lambda: next(watch), "rounds")
-            before = event.version if isinstance(event, RoundReport) else before
-        assert not client.checkpoints(job.id), "none was due"
-        one.process.send_signal(signal.SIGTERM)
-        assert one.process.wait(400) == 0
-        assert "1 jobs make a checkpoint before this coordinator stops" in one.log.read_text()
-        saved = eventually(lambda: event if isinstance(event := next(watch), Checkpoint) else None, "a checkpoint")
-        assert saved.version > before
-        with sqlite3.connect(one.data / "elche.sqlite") as database:
-            database.execute("UPDATE states SET code = 'other'")
-        (tmp_path / "again").mkdir()
-        two = stack.enter_context(coordinator(mark, tmp_path / "again", data=one.data, listen=one.address))
-        client = stack.enter_context(Client(two.address))
-        again = client.watch(job.id)
-        first = eventually(lambda: event if isinstance(event := next(again), RoundReport) else None, "a round")
-        assert first.version > saved.version, "it begins from the checkpoint"
-        may_end.touch()
-        assert client.job(job.id).result().committed_samples == (NUM_SAMPLES,) * epochs
-        assert two.new_errors() == []
 
 
 def test_a_second_signal_ends_a_coordinator_at_once(mark: Mark, tmp_path: Path, held_back: HeldBack) -> None:
@@ -255,19 +193,6 @@ def test_garbage_on_the_port(cluster: Cluster) -> None:
             connection.sendall(opening + chance.randbytes(20_000))
             connection.shutdown(socket.SHUT_WR)
     assert is_serving(cluster.coordinator)
-
-
-def test_bytes_that_are_no_message(cluster: Cluster) -> None:
-    with grpc.insecure_channel(cluster.address) as channel:
-        for method in ("JobService/SubmitJob", "JobService/ListJobs", "StoreService/Set"):
-            with pytest.raises(grpc.RpcError):
-                channel.unary_unary(f"/elche.v1.{method}")(b"\xff" * 100, timeout=400)
-        with pytest.raises(grpc.RpcError) as raised:
-            channel.unary_unary("/elche.v1.JobService/NoSuchMethod")(b"", timeout=400)
-    assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    with Client(cluster.address, token="") as client:
-        client.jobs()
-    cluster.coordinator.new_errors()  # it may say that it could not read what it got
 
 
 def test_an_agent_that_does_not_say_hello(cluster: Cluster) -> None:
@@ -324,19 +249,6 @@ def test_standard_input_that_has_ended(mark: Mark, tmp_path: Path) -> None:
 def test_where_it_says_it_listens_it_does(mark: Mark, tmp_path: Path, host: str) -> None:
     with coordinator(mark, tmp_path, listen=f"{host}:0") as one, Client(one.address, token="") as client:
         assert client.jobs() == []
-
-
-def test_an_agent_comes_back_to_a_coordinator_that_does(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
-    """The coordinator is killed and starts again at its address: the same agent trains the next job."""
-    with ExitStack() as stack:
-        one = stack.enter_context(coordinator(mark, tmp_path))
-        stack.enter_context(agent(mark, tmp_path, one.address))
-        one.process.kill()
-        one.process.wait()
-        two = stack.enter_context(coordinator(mark, tmp_path, listen=one.address))
-        client = stack.enter_context(Client(two.address, token=""))
-        result = client.submit(job_file(), num_ranks=2, epochs=1).result()
-        assert result.committed_samples == (NUM_SAMPLES,)
 
 
 def until_queued(watch: Iterator[Event], num_views: int = 20) -> Iterator[Event]:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from processes.test_hung_ranks import trains
-from processes.test_lost_ranks import NUM_SAMPLES as NUM_COUNTED
 from processes.test_lost_ranks import Story, begin, succeeds
 
 from elche_client import Client
@@ -125,15 +124,11 @@ def test_ranks_of_one_run_share_a_gpu_that_is_named(mark: Mark, tmp_path: Path, 
     assert result["committed_samples"] == [NUM_SAMPLES] * EPOCHS
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_ranks_with_gpus_average_over_nccl(gpus: Cluster, job_file: JobFile, policy: str) -> None:
-    way, _ = trained(gpus, job_file("linear.py", *ON_THE_DEVICE), "auto", policy=policy, anchor=None)
-    assert way.startswith("nccl")
-
-
 @pytest.mark.gate
-@pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
-@pytest.mark.parametrize(("where", "how"), [(IN_A_COLLECTIVE, 9), (IN_A_COLLECTIVE, 19), (IN_THE_MAKING, 9)])
+@pytest.mark.parametrize(
+    ("where", "how", "averaging"),
+    [(IN_A_COLLECTIVE, 9, "overlapped"), (IN_A_COLLECTIVE, 19, "blocking"), (IN_THE_MAKING, 9, "overlapped")],
+)
 def test_a_rank_that_dies_or_stops_is_replaced_and_the_other_trains_on(
     gpus: Cluster, job_file: JobFile, where: tuple[str, ...], how: int, averaging: str
 ) -> None:
@@ -229,25 +224,3 @@ def test_ranks_come_and_go_over_nccl_and_the_coordinator_starts_again(
         assert story.of(EvaluationReport)
         assert next(view.backend for view in client.jobs()).startswith("nccl")
         assert two.new_errors() == []
-
-
-@pytest.mark.long(reason="the story before it and a rank that stops in a collective go the same ways")
-def test_a_rank_is_stopped_between_rounds_its_host_is_drained_and_the_job_is_resumed_over_nccl(
-    gpus: Cluster, begin: Callable[..., Story]
-) -> None:
-    story = begin(*COUNTED, "BATCH_S = 0.1", client=gpus.client, num_ranks=2, backend="nccl", epochs=12)
-    trains(story, 0, 1, num_batches=4)
-    os.kill(story.pids(1)[0], signal.SIGSTOP)
-    eventually(lambda: story.of(MembershipReport), "it is left out")
-    os.kill(story.pids(1)[0], signal.SIGCONT)
-    eventually(lambda: story.is_back(1), "it is back")
-    gpus.client.drain("agent-1")
-    eventually(lambda: story.of(Checkpoint), "the job goes back to a checkpoint")
-    gpus.client.drain("agent-1", is_drained=False)
-    eventually(lambda: len(story.pids(0, "batch")) == 2, "it trains again")
-    story.job.cancel()
-    assert story.end().state is JobState.CANCELLED
-    story.hurry()
-    result = gpus.client.resume(story.job.id).result()
-    assert result.state is JobState.SUCCEEDED
-    assert result.committed_samples == (NUM_COUNTED,) * 12

@@ -75,12 +75,6 @@ def test_metrics_come_epoch_by_epoch_and_then_the_state(mark: Mark, job_file: Jo
     assert out["polled"] is False
 
 
-@pytest.mark.long(reason="other commands cancel, too")
-def test_a_training_is_cancelled(mark: Mark, job_file: JobFile) -> None:
-    out = started(mark, job_file("linear.py", *main_of("epochs=10_000", cancels=True)))
-    assert "cancelled" in str(out["error"]) or "interrupted" in str(out["error"])
-
-
 def test_what_the_users_code_raises_comes_back(mark: Mark, job_file: JobFile) -> None:
     broken = "def train_step(model, batch):\n    raise ValueError('it is Monday')"
     path = job_file("linear.py", broken, "import dataclasses\njob = dataclasses.replace(job, train_step=train_step)")

@@ -22,13 +22,8 @@ def elche(mark: Mark, folder: Path, words: str, **given: str) -> subprocess.Comp
     )  # fmt: skip
 
 
-ONE_STREAM = pytest.mark.long(reason="beside the case in which all are closed")
-
-
-@pytest.mark.gate
-@pytest.mark.parametrize(
-    "closed", [pytest.param(">&-", marks=ONE_STREAM), pytest.param("2>&-", marks=ONE_STREAM), "<&- >&- 2>&-"]
-)
+@pytest.mark.long(reason="beside the test below, where all are closed")
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
 def test_closed_streams_are_no_files_of_others(mark: Mark, tmp_path: Path, job_file: JobFile, closed: str) -> None:
     """As services and some schedulers start programs. The next file or socket got a stream's number."""
     path = job_file("linear.py")
@@ -38,7 +33,10 @@ def test_closed_streams_are_no_files_of_others(mark: Mark, tmp_path: Path, job_f
     assert "Traceback" not in done.stderr
 
 
-def test_a_run_in_an_empty_environment_with_odd_names(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
+@pytest.mark.gate
+def test_a_run_in_an_empty_environment_with_odd_names_and_closed_streams(
+    mark: Mark, tmp_path: Path, job_file: JobFile
+) -> None:
     """No home, no user, an encoding that lacks the names' letters, and temporary files too deep for sockets' names."""
     path, folder = job_file("linear.py"), tmp_path / ("long" * 30)
     odd = tmp_path / "-odd näme $x.py"
@@ -46,7 +44,7 @@ def test_a_run_in_an_empty_environment_with_odd_names(mark: Mark, tmp_path: Path
     folder.mkdir()
     unset = "unset HOME USER LOGNAME PATH"
     done = elche(
-        mark, tmp_path, f"{unset}; elche run './-odd näme $x.py' --ranks 2 --epochs 1 --out 'a b ü'",
+        mark, tmp_path, f"{unset}; elche run './-odd näme $x.py' --ranks 2 --epochs 1 --out 'a b ü' <&- >&- 2>&-",
         LC_ALL="C", PYTHONIOENCODING="ascii", PYTHONUTF8="0", TMPDIR=str(folder),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -5,20 +5,16 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 
 import pytest
 from processes.test_lost_ranks import Story, begin, succeeds
 
-from elche_client import Client
 from elche_client.events import MembershipReport
-from support.real_processes import Cluster, Mark, agent, coordinator, eventually
+from support.real_processes import Cluster, eventually
 
 __all__ = ["begin"]
 
 pytestmark = pytest.mark.slow(reason="ranks are stopped, left out and started again")
-
-LONG = pytest.mark.long(reason="each case trains for several seconds, beside others in the gate that go the same way")
 
 
 def is_left_out(story: Story) -> bool:
@@ -31,19 +27,8 @@ def trains(story: Story, *ranks: int, num_batches: int = 20) -> None:
     eventually(lambda: all(len(story.notes(rank)) > n + num_batches for rank, n in before.items()), f"{ranks} train")
 
 
-@pytest.mark.parametrize(
-    ("averaging", "backend"),
-    [
-        ("overlapped", "gloo"),
-        pytest.param("blocking", "cpu", marks=LONG),
-        pytest.param("blocking", "gloo", marks=LONG),
-        pytest.param("overlapped", "cpu", marks=LONG),
-    ],
-)
-def test_a_stopped_rank_is_left_out_and_is_a_newcomer_when_it_continues(
-    begin: Callable[..., Story], averaging: str, backend: str
-) -> None:
-    story = begin(averaging=averaging, backend=backend)
+def test_a_stopped_rank_is_left_out_and_is_a_newcomer_when_it_continues(begin: Callable[..., Story]) -> None:
+    story = begin()
     trains(story, 0, 1, 2)
     (pid,) = story.pids(1)
     os.kill(pid, signal.SIGSTOP)
@@ -90,40 +75,16 @@ def test_a_step_that_never_returns_is_ended_and_its_stack_is_in_the_log(begin: C
     assert "in train_step" in log
 
 
-@pytest.mark.long(reason="a stopped rank goes the same way")
-def test_a_stopped_host_is_left_out_and_its_ranks_are_newcomers_when_it_continues(
-    mark: Mark, tmp_path, job_file, begin: Callable[..., Story]
-) -> None:
-    """A laptop that is closed, a container that is paused: its agent cannot be asked to end anything."""
-    with ExitStack() as stack:
-        one = stack.enter_context(coordinator(mark, tmp_path))
-        client = stack.enter_context(Client(one.address, token=""))
-        stack.enter_context(agent(mark, tmp_path, one.address, devices="cpu,cpu"))
-        other = stack.enter_context(agent(mark, tmp_path, one.address, devices="cpu"))
-        story = begin(client=client)
-        trains(story, 0, 1, 2)
-        pids = [other.process.pid, *story.pids(2)]
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        eventually(lambda: is_left_out(story), "it is left out")
-        trains(story, 0, 1, num_batches=60)
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-        story.await_return(2)
-        succeeds(story, survivors=(0, 1))
-
-
 @pytest.mark.gate
-@pytest.mark.parametrize("who", ["agent", "coordinator"])
-def test_a_stopped_daemon_costs_no_rank(cluster: Cluster, begin: Callable[..., Story], who: str) -> None:
+def test_a_stopped_daemon_costs_no_rank(cluster: Cluster, begin: Callable[..., Story]) -> None:
     """Ranks live as long as their own sessions do; and a coordinator that wakes has not read what they have said."""
     story = begin()
     trains(story, 0, 1, 2)
-    daemon = cluster.agent.process if who == "agent" else cluster.coordinator.process
-    os.kill(daemon.pid, signal.SIGSTOP)
-    time.sleep(4.0)  # longer than any rank may be silent here
-    os.kill(daemon.pid, signal.SIGCONT)
-    trains(story, 0, 1, 2)
+    for daemon in (cluster.agent.process, cluster.coordinator.process):
+        os.kill(daemon.pid, signal.SIGSTOP)
+        time.sleep(4.0)  # longer than any rank may be silent here
+        os.kill(daemon.pid, signal.SIGCONT)
+        trains(story, 0, 1, 2)
     story.hurry()
     succeeds(story, survivors=(0, 1, 2))
     assert story.of(MembershipReport) == []

@@ -124,26 +124,6 @@ def test_what_user_code_detaches_ends_with_its_job(how: str, mark: Mark, tmp_pat
         mark.assert_none_left("sleep 600", limit_s=400)
 
 
-@pytest.mark.long(reason="beside test_what_user_code_detaches_ends_with_its_job")
-def test_what_one_job_detaches_does_not_end_with_another(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
-    path = job_file("linear.py", "EPOCHS = 100_000", DETACHING)
-    (tmp_path / "short").mkdir()
-    short = tmp_path / "short" / "linear.py"
-    short.write_text((Path(__file__).parent / "jobs" / "linear.py").read_text(encoding="utf-8"))
-    with (
-        coordinator(mark, tmp_path) as one,
-        agent(mark, tmp_path, one.address),
-        Client(one.address, token="") as client,
-    ):
-        handle = client.submit(path, num_ranks=1)
-        eventually(lambda: len(mark.living("sleep 600")) == 2, "it runs")
-        client.submit(short, num_ranks=1, epochs=1).result()
-        mark.assert_none_left("linear.py")
-        assert len(mark.living("sleep 600")) == 2
-        client.cancel(handle.id)
-        mark.assert_none_left("sleep 600")
-
-
 def test_logs_and_folders_are_the_owners_alone(cluster: Cluster, job_file: JobFile) -> None:
     handle = cluster.client.submit(job_file(), num_ranks=1, epochs=1, checkpoint_every_epochs=1)
     result = handle.result()

@@ -1,6 +1,5 @@
 """Hosts that are to be left: their ranks commit their work and exit; jobs go on elsewhere, or from a checkpoint."""
 
-import os
 import re
 import shutil
 import signal
@@ -11,12 +10,11 @@ from pathlib import Path
 import pytest
 from processes.test_hung_ranks import trains
 from processes.test_lost_ranks import EPOCHS, NUM_SAMPLES, Story, begin, succeeds
-from worker.test_notices import address, metadata
 
-from elche.errors import InvalidJob, JobFailed
+from elche.errors import InvalidJob
 from elche_client import Client
-from elche_client.events import Checkpoint, JobState, MembershipReport, RoundReport
-from support.real_processes import Agent, Cluster, Command, Mark, agent, coordinator, eventually
+from elche_client.events import Checkpoint, JobState, MembershipReport
+from support.real_processes import Agent, Command, Mark, agent, coordinator, eventually
 
 __all__ = ["begin"]
 
@@ -89,85 +87,6 @@ def test_a_worker_that_gets_sigterm_leaves_with_its_work_committed(hosts: Hosts,
     succeeds(story, survivors=(0, 1))
 
 
-@pytest.mark.long(reason="a worker that gets SIGTERM goes the same way")
-def test_a_rank_that_gets_sigterm_leaves_with_its_work_committed(hosts: Hosts, begin: Callable[..., Story]) -> None:
-    """As with Slurm or systemd, which send it to every process of a job or service; here the agent's come later."""
-    hosts.join("a", "cpu,cpu")
-    others = eventually(lambda: hosts.mark.living("elche spawner"), "it can start ranks").keys()
-    leaving = hosts.join("b", "cpu")
-    story = begin(client=hosts.client)
-    trains(story, 0, 1, 2)
-    [before] = hosts.mark.living(f"elche rank 2 of {story.job.id}")
-    [spawner] = hosts.mark.living("elche spawner").keys() - others
-    for pid in (before, spawner):
-        os.kill(pid, signal.SIGTERM)
-    eventually(lambda: story.of(MembershipReport), "it is told")
-    assert re.fullmatch(r"rank 2 has left \S+ \(cpu\), its work committed", story.of(MembershipReport)[0].text)
-    eventually(lambda: re.search(r"rank=2 incarnation=\d+ exited member=0 code=0", leaving.log.read_text()), "it exits")
-    story.await_return(2)
-    assert hosts.mark.living(f"elche rank 2 of {story.job.id}").keys() != {before}
-    succeeds(story, survivors=(0, 1))
-
-
-@pytest.mark.long(
-    reason="a notice does what SIGTERM does, which the gate shows; worker/test_notices.py has the notices"
-)
-def test_a_machine_that_the_cloud_takes_away_leaves(hosts: Hosts, begin: Callable[..., Story]) -> None:
-    with metadata() as cloud:
-        hosts.join("a", "cpu,cpu")
-        leaving = hosts.join("b", "cpu", "--notices", "aws", env={"ELCHE_METADATA": address(cloud)})
-        story = begin(client=hosts.client)
-        trains(story, 0, 1, 2)
-        cloud.is_noticed = True
-        assert leaving.process.wait(400) == 0
-    assert "the cloud gives notice" in leaving.log.read_text()
-    assert "has left" in story.of(MembershipReport)[0].text
-    story.hurry()
-    succeeds(story, survivors=(0, 1))
-
-
-@pytest.mark.long(reason="a worker that gets SIGTERM goes the same way")
-def test_a_host_is_drained_by_hand(hosts: Hosts, begin: Callable[..., Story], elche: Callable[..., Command]) -> None:
-    hosts.join("a", "cpu,cpu")
-    hosts.join("b", "cpu")
-    story = begin(client=hosts.client)
-    trains(story, 0, 1, 2)
-    there = hosts.coordinator.address
-    with pytest.raises(InvalidJob, match="no host 'nobody' is connected; connected are "):
-        hosts.client.drain("nobody")
-    done = elche("drain", "agent-2", "--coordinator", there)
-    assert (done.code, done.out) == (
-        0,
-        "agent-2 gets no more ranks; it has 1 rank, which leaves once its work is committed\n",
-    )
-    eventually(lambda: story.of(MembershipReport), "it has left")
-    trains(story, 0, 1)
-    assert elche("drain", "agent-2", "--off", "--coordinator", there).out == "agent-2 is offered again\n"
-    story.await_return(2)
-    succeeds(story, survivors=(0, 1))
-
-
-@pytest.mark.long(reason="core/test_leaving.py shows it, and a worker that gets SIGTERM goes the same way")
-def test_the_only_host_leaves_and_the_job_waits_at_a_checkpoint(hosts: Hosts, begin: Callable[..., Story]) -> None:
-    """Of what was committed nothing is made again."""
-    leaving = hosts.join("a", "cpu,cpu,cpu")
-    story = begin(client=hosts.client)
-    trains(story, 0, 1, 2)
-    leaving.process.send_signal(signal.SIGTERM)
-    assert leaving.process.wait(400) == 0
-    eventually(lambda: story.of(MembershipReport), "it is told")
-    assert "the job goes back to checkpoint" in story.of(MembershipReport)[-1].text
-    (saved,) = story.of(Checkpoint)
-    lost = [report for report in story.of(RoundReport) if report.version > saved.version]
-    assert len(lost) <= 3
-    eventually(lambda: re.fullmatch(AWAY, hosts.client.jobs()[0].reason), "it waits")
-    story.hurry()
-    hosts.join("a", "cpu,cpu,cpu")
-    result = story.end()
-    assert result.state is JobState.SUCCEEDED
-    assert result.committed_samples == (NUM_SAMPLES,) * EPOCHS
-
-
 def test_the_only_host_with_the_model_is_drained_and_another_gets_it_first(
     hosts: Hosts, begin: Callable[..., Story]
 ) -> None:
@@ -221,32 +140,3 @@ def test_a_job_takes_in_what_comes_and_lets_go_what_is_too_many(
     assert all(re.match(r"rank \d (trains (again )?on|has left) ", text) for text in told), told
     with pytest.raises(InvalidJob, match=r"cannot be changed: it has ended$"):
         story.job.scale(2)
-
-
-@pytest.mark.parametrize("has_checkpoint", [True, False])
-def test_all_ranks_are_killed_and_the_job_goes_back(
-    cluster: Cluster, begin: Callable[..., Story], has_checkpoint: bool
-) -> None:
-    story = begin(checkpoint_every_epochs=1 if has_checkpoint else None)
-    if has_checkpoint:
-        eventually(lambda: story.of(Checkpoint), "a checkpoint")
-    trains(story, 0, 1, 2)
-    for rank in range(3):
-        os.kill(story.pids(rank)[0], signal.SIGKILL)
-    where = r"checkpoint \S+/checkpoints/\S+" if has_checkpoint else "its start"
-    eventually(
-        lambda: any(re.search(f"; the job goes back to {where}$", one.text) for one in story.of(MembershipReport)),
-        "told",
-    )
-    story.await_return(0, 1, 2)
-    result = story.end()
-    assert result.state is JobState.SUCCEEDED
-    assert result.committed_samples == (NUM_SAMPLES,) * EPOCHS
-
-
-@pytest.mark.long(reason="core/test_going_back.py shows it")
-def test_a_rank_that_is_killed_in_each_attempt_fails_its_job(begin: Callable[..., Story]) -> None:
-    story = begin("import itertools", "DIES_AT = {0: 5}", "IS_FIRST = True", num_ranks=1)
-    with pytest.raises(JobFailed, match=r"rank 0 on .* was killed by signal 9 .*; 3 attempts in a row have reached no"):
-        story.job.result()
-    assert len(story.pids(0)) == 4

@@ -66,13 +66,6 @@ def test_own_loop_reads_digits(begin: Begin) -> None:
         assert one["steps"] == 3 * 45
 
 
-@pytest.mark.long(reason="test_own_loops trains by El Che")
-def test_own_loop_reads_digits_by_el_che(begin: Begin) -> None:
-    for one in begin(ON_TWO, "own_loop.py", "--epochs", "3", "--batch-size", "8", "--el-che", "2")():
-        assert one["accuracy"] > 0.8
-        assert one["steps"] <= 3 * 180 / 4
-
-
 @pytest.mark.long(reason="the loop on digits goes the same way")
 def test_hf_loop_learns_bytes(begin: Begin) -> None:
     alone = begin(ALONE, "hf_loop.py", "--blocks", "1200", "--epochs", "1", "--raw")

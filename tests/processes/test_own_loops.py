@@ -218,26 +218,6 @@ def test_a_checkpoint_on_request_goes_on_exactly(mark: Mark, cluster: Cluster, t
     assert sum(left.get(position["epoch"], Counter()).values()) == 200 - position["done"]
 
 
-def test_what_a_rank_raises_is_the_jobs_end(mark: Mark, cluster: Cluster, tmp_path: Path) -> None:
-    with attached(cluster, mark, tmp_path / "loop", LOOP_FAIL_AT="20") as (run, job):
-        assert run.process.wait(400) != 0
-        result = end_of(job)
-        assert result.state is JobState.FAILED
-        assert "ValueError: on purpose, on rank 1" in result.error
-        assert "own_loop.py" in result.traceback
-
-
-@pytest.mark.long(reason="test_a_loop_goes_on_without_a_rank_that_was_killed goes the same way")
-def test_a_rank_that_is_killed_is_named(mark: Mark, cluster: Cluster, tmp_path: Path) -> None:
-    with attached(cluster, mark, tmp_path / "loop") as (run, job):
-        ranks = [pid for pid, line in mark.living("own_loop.py").items() if "two_ranks" not in line]
-        os.kill(ranks[-1], signal.SIGKILL)
-        run.process.wait(400)  # whose launcher ends the other, too
-        result = end_of(job)
-        assert result.state is JobState.FAILED
-        assert "rank " in result.error
-
-
 @pytest.mark.long(reason="others begin with elche run, too")
 def test_elche_run_starts_a_process_for_each_device(elche: Callable[..., Command], mark: Mark, tmp_path: Path) -> None:
     env = {"LOOP_NOTES": str(tmp_path), "LOOP_EL_CHE": "1", "OMP_NUM_THREADS": "1"}
@@ -255,20 +235,6 @@ def test_elche_run_starts_a_process_for_each_device(elche: Callable[..., Command
     refused = elche("run", str(LOOP), "--epochs", "3")
     assert refused.code == 2
     assert "takes no --epochs: set them in the script" in refused.complaint
-
-
-@pytest.mark.long(reason="each of three runs starts PyTorch; test_what_a_rank_raises_is_the_jobs_end goes the same way")
-def test_elche_run_tells_how_a_loop_has_failed(elche: Callable[..., Command], tmp_path: Path) -> None:
-    env = {"LOOP_NOTES": str(tmp_path), "LOOP_EL_CHE": "1", "OMP_NUM_THREADS": "1"}
-    early = elche("run", str(JOBS / "early.py"), "--ranks", "2", "--device", "cpu")
-    assert early.code == 1
-    assert "rank 0 exited with code 1: ZeroDivisionError" in early.err
-    exits = elche("run", str(JOBS / "exits.py"), "--ranks", "2", "--device", "cpu", "--json")
-    assert exits.code == 1
-    assert json.loads(exits.out)["error"].startswith("SystemExit: 3, on rank ")
-    broken = elche("run", str(LOOP), "--ranks", "2", "--device", "cpu", env={**env, "LOOP_FAIL_AT": "3"})
-    assert broken.code == 1
-    assert "elche: ValueError: on purpose, on rank 1 at batch" in broken.err
 
 
 @pytest.mark.long(reason="a measurement of a moment")
@@ -405,17 +371,6 @@ def test_a_loop_that_wants_it_ends_with_any_rank(elche: Callable[..., Command], 
     assert done.code == 1
     assert "rank 1 was killed by SIGKILL" in done.err
     assert "another rank of this loop has ended" in done.err
-
-
-@pytest.mark.long(reason="test_a_loop_goes_on_without_a_rank_that_was_killed goes the same way")
-def test_elche_run_goes_on_without_a_rank_that_was_killed(elche: Callable[..., Command], tmp_path: Path) -> None:
-    env = {"LOOP_NOTES": str(tmp_path), "LOOP_KILL": "1=7", "OMP_NUM_THREADS": "1"}
-    done = elche("run", str(COUNTING), "--ranks", "3", "--device", "cpu", "--out", "out", env=env)
-    assert done.code == 0, done.err
-    assert "rank 1 on " in done.out
-    assert "disconnected without reporting an exit" in done.out
-    assert '"counts": [3.0]' in (tmp_path / "out" / "rank-0.log").read_text()
-    assert '"world_size": 2' in (tmp_path / "out" / "rank-2.log").read_text()
 
 
 @pytest.mark.long(reason="torchrun starts PyTorch once more")

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from elche.errors import InvalidJob
-from elche_client import Client
 from elche_client.client import JobHandle
 from elche_client.events import EpochReport, EvaluationReport, Event, JobResult, JobState, JobView, RoundReport
 from elche_worker.model.state import load_state
@@ -110,30 +109,6 @@ def test_everything_about_one_job(cluster: Cluster, job_file: JobFile, elche: Ca
     assert json.loads(watched.out)["committed_samples"] == [NUM_SAMPLES] * EPOCHS
     cluster.client.cancel(job.id)
     assert {view.job_id: view.state for view in cluster.client.jobs()}[job.id] is JobState.SUCCEEDED
-
-
-def test_submitted_watched_and_cancelled_by_command(
-    cluster: Cluster, job_file: JobFile, elche: Callable[..., Command]
-) -> None:
-    at = ("--coordinator", cluster.address)
-    submitted = elche("submit", str(job_file("linear.py")), *at, "--epochs", "500", "--ranks", "2")
-    assert submitted.code == 0, submitted.err
-    job_id = submitted.out.strip()
-    with Client(cluster.address, token="") as client:
-        watch = client.watch(job_id)
-        eventually(lambda: isinstance(next(watch), RoundReport), "a round is committed")
-    second = cluster.client.submit(job_file("linear.py"), num_ranks=2, epochs=1)
-    assert next(iter(second.watch())).state is JobState.QUEUED
-    listed = json.loads(elche("jobs", *at, "--json").out)
-    assert {"job_id": job_id, "state": "training"}.items() <= next(j for j in listed if j["job_id"] == job_id).items()
-
-    cancelled = elche("cancel", job_id, *at)
-    assert (cancelled.code, cancelled.err) == (0, "")
-    watched = elche("watch", job_id, *at)
-    assert watched.code == 1
-    assert "cancelled by request" in watched.err
-    assert "Traceback" not in watched.err
-    assert second.result().committed_samples == (NUM_SAMPLES,), "a queued job starts when slots are free"
 
 
 def test_a_queued_job_can_be_cancelled(cluster: Cluster, job_file: JobFile) -> None:

@@ -82,33 +82,23 @@ class Replacing(torch.optim.SGD):
         for parameter in self.param_groups[0]["params"]:
             parameter.data = parameter.data - 0.05 * parameter.grad
 """
-SYNC = "train_step=train_step, epochs=1, policy='sync', anchor=None"
-REPLACE = f"import dataclasses\njob = dataclasses.replace(job, {SYNC}, {{}})"
+REPLACED = """
+import dataclasses
+job = dataclasses.replace(
+    job, train_step=train_step, epochs=1, policy="sync", anchor=None, model=Averaging,
+    optimizer=lambda model: Replacing(model.parameters(), lr=0.05),
+)
+"""
 
 
-def assert_equal_after_rounds(cluster: Cluster, path: Path) -> None:
+def test_a_buffer_that_the_model_replaces_and_data_that_the_optimizer_replaces_are_equal_too(
+    cluster: Cluster, job_file: JobFile
+) -> None:
     """Under `sync` every batch begins with what a round left: both ranks note the same states, one after the other."""
+    path = job_file("linear.py", NOTE_STATE, REASSIGNED_BUFFER, REASSIGNED_DATA, REPLACED)
     result = cluster.client.submit(path, num_ranks=2, verify_rounds=True).result()
     assert result.state is JobState.SUCCEEDED
     noted = [path.with_suffix(f".state-{rank}").read_text().split() for rank in (0, 1)]
     fewest = min(len(states) for states in noted)
     assert fewest > 10
     assert noted[0][:fewest] == noted[1][:fewest]
-
-
-def test_the_model_itself_is_equal(cluster: Cluster, job_file: JobFile) -> None:
-    assert_equal_after_rounds(cluster, job_file("linear.py", NOTE_STATE, REPLACE.format("")))
-
-
-def test_a_buffer_that_the_model_replaces(cluster: Cluster, job_file: JobFile) -> None:
-    lines = NOTE_STATE, REASSIGNED_BUFFER, REPLACE.format("model=Averaging")
-    assert_equal_after_rounds(cluster, job_file("linear.py", *lines))
-
-
-def test_an_optimizer_that_replaces_data(cluster: Cluster, job_file: JobFile) -> None:
-    lines = (
-        NOTE_STATE,
-        REASSIGNED_DATA,
-        REPLACE.format("optimizer=lambda model: Replacing(model.parameters(), lr=0.05)"),
-    )
-    assert_equal_after_rounds(cluster, job_file("linear.py", *lines))

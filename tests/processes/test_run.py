@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elche_client.local.processes import MAX_RESTARTS
-from support.real_processes import Command, Mark, command, eventually
+from support.real_processes import Command, Mark, eventually
 
 pytestmark = pytest.mark.slow(reason="every test runs a whole command")
 
@@ -24,8 +24,20 @@ NUM_SAMPLES = 500  # of jobs/linear.py
 LONG = "import dataclasses\njob = dataclasses.replace(job, epochs=10_000)"
 
 
+OF_OTHERS = {
+    "ELCHE_TLS": "/nowhere",
+    "ELCHE_CLIENT_CERTIFICATES": "1",
+    "ELCHE_STORE": "postgresql://nobody@127.0.0.1:1/none",
+    "ELCHE_INTERFACE": "nowhere0",
+    "ELCHE_ARTIFACTS": "no-store",
+    "ELCHE_COORDINATOR": "127.0.0.1:1",
+}
+"""What a shell has set for another coordinator."""
+
+
 def test_one_command_trains(elche: Callable[..., Command], job_file: JobFile, tmp_path: Path) -> None:
-    done = elche("run", str(job_file()), "--ranks", "2", "--out", "here", "--json", "--verify")
+    options = ["--ranks", "2", "--out", "here", "--json", "--verify", "--checkpoint-every-epochs", "1"]
+    done = elche("run", str(job_file()), *options, env=OF_OTHERS)
     assert done.code == 0, done.err
     result = json.loads(done.out)
     assert done.out.count("\n") == 1
@@ -44,6 +56,16 @@ def test_one_command_trains(elche: Callable[..., Command], job_file: JobFile, tm
     assert sum(report["samples"] for report in record["round_reports"]) == 3 * NUM_SAMPLES
     assert result["bound_samples_per_s"] > 0
     assert result["samples_per_s"] > 0
+
+    refused = elche("resume", "here")
+    assert refused.code == 2
+    assert "the training in here is complete, with 3 epochs" in refused.complaint
+    assert "--epochs" in refused.complaint
+    (newest,) = (one.parent for one in tmp_path.glob("here/checkpoints/*/epoch-0003-*/manifest.json"))
+    by_checkpoint = elche("resume", str(newest))
+    assert by_checkpoint.code == 2
+    assert "has 3 of 3 epochs; give more with --epochs" in by_checkpoint.err
+    assert not (tmp_path / "runs").exists()  # no rank was started for that
 
 
 class Run:
@@ -107,49 +129,6 @@ def complaint(errors: str) -> str:
     return lines[0]
 
 
-def test_ctrl_c(run_of_two: Run) -> None:
-    run_of_two.process.send_signal(signal.SIGINT)
-    code, errors = run_of_two.end()
-    assert code == 130
-    assert "cancel" in errors
-    assert "Traceback" not in errors
-    run_of_two.mark.assert_none_left(limit_s=400)
-    assert json.loads((run_of_two.folder / "record.json").read_text())["state"] == "cancelled"
-
-
-def test_what_the_shell_has_set_for_another_coordinator(mark: Mark, job_file: JobFile) -> None:
-    path = job_file("linear.py")
-    others = {
-        "ELCHE_TLS": "/nowhere",
-        "ELCHE_CLIENT_CERTIFICATES": "1",
-        "ELCHE_STORE": "postgresql://nobody@127.0.0.1:1/none",
-        "ELCHE_INTERFACE": "nowhere0",
-        "ELCHE_ARTIFACTS": "no-store",
-        "ELCHE_COORDINATOR": "127.0.0.1:1",
-    }
-    done = command(mark, "elche_client", "run", str(path), "--ranks", "1", cwd=path.parent, env=others, limit_s=400)
-    assert done.code == 0, done.err
-
-
-def test_the_command_is_killed(run: Run) -> None:
-    run.process.kill()
-    run.mark.assert_none_left(limit_s=400)
-
-
-@pytest.mark.long(reason="test_a_rank_that_is_killed_leaves_a_way_to_go_on ends a run, too")
-def test_a_rank_is_killed_of_a_run_that_wants_to_fail_then(mark: Mark, job_file: JobFile) -> None:
-    with running(mark, job_file("linear.py", LONG), "--ranks", "2", "--on-rank-loss", "fail") as run:
-        os.kill(max(mark.living("elche rank")), signal.SIGKILL)
-        code, errors = run.end()
-        mark.assert_none_left(limit_s=400)
-    assert code == 1
-    line = complaint(errors)
-    assert re.search(r"rank [01] on \S+ \(cpu\) was killed by signal 9 \(often: out of memory\) at batch \d+", line)
-    record = json.loads((run.folder / "record.json").read_text())
-    assert record["state"] == "failed"
-    assert "signal 9" in record["error"]
-
-
 def test_the_agent_is_killed(run: Run) -> None:
     os.kill(run.pid("elche_worker.agent"), signal.SIGKILL)
     code, errors = run.end()
@@ -203,42 +182,6 @@ def test_the_command_is_killed_while_the_file_is_checked(mark: Mark, job_file: J
         mark.assert_none_left(limit_s=400)
 
 
-def test_ctrl_c_while_the_file_is_checked(mark: Mark, job_file: JobFile) -> None:
-    with running(mark, job_file("linear.py", ENDLESS), until=is_looping) as run:
-        run.process.send_signal(signal.SIGINT)
-        assert run.end()[0] == 130
-
-
-STUCK = """
-def stuck(model, batch, count=[0]):
-    loss = train_step(model, batch)
-    count[0] += 1
-    if count[0] > 5:
-        Path(__file__).with_suffix(".stuck").touch()
-        sum(__import__("itertools").repeat(1, 10**11))
-    return loss
-
-import dataclasses
-job = dataclasses.replace(job, train_step=stuck)
-"""
-
-
-@pytest.mark.long(reason="test_the_agent_is_killed goes the same way")
-def test_the_agent_is_killed_while_a_rank_does_not_let_go(mark: Mark, job_file: JobFile) -> None:
-    stuck = job_file("linear.py", STUCK)
-    with running(mark, stuck, until=lambda path: path.with_suffix(".stuck").exists()) as run:
-        os.kill(run.pid("elche_worker.agent"), signal.SIGKILL)
-        assert run.end()[0] == 1
-        mark.assert_none_left(limit_s=400)
-
-
-@pytest.mark.long(reason="it starts a whole run for one variable of the environment")
-def test_a_proxy_for_the_web(elche: Callable[..., Command], job_file: JobFile) -> None:
-    proxy = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
-    done = elche("run", str(job_file()), "--epochs", "1", env=proxy)
-    assert done.code == 0, done.err
-
-
 PRINTS = """
 print("loads", __import__("sys").argv[1:], os.environ.get("FLAVOUR"))
 plain_step = train_step
@@ -265,33 +208,16 @@ def test_what_ranks_print_is_shown(elche: Callable[..., Command], job_file: JobF
     assert "\x1b" not in done.out + done.err.replace("\x1b]0;owned\x07", "")  # the check's own words are the file's
 
 
-FLOODS = """
-flood = "\\n".join(["x" * 99] * 10_000)
-plain_step = train_step
-
-def train_step(model, batch):
-    print(flood)
-    return plain_step(model, batch)
-
-import dataclasses
-job = dataclasses.replace(job, train_step=train_step)
-"""
-
-
-@pytest.mark.long(reason="test_what_ranks_print_is_shown goes the same way")
-def test_a_rank_that_prints_megabytes_is_shown_in_part(elche: Callable[..., Command], job_file: JobFile) -> None:
-    done = elche("run", str(job_file("linear.py", FLOODS)), "--ranks", "1", "--epochs", "2")
-    assert done.code == 0, done.err
-    assert re.search(r"^rank 0 \| \([\d.]+ k lines dropped\)$", done.out, re.MULTILINE)
-    assert len(done.out) < 2_000_000  # of 60 MB
-
-
 def test_ctrl_c_writes_a_checkpoint_first_and_says_how_to_go_on(
     run_of_two: Run, elche: Callable[..., Command], job_file: JobFile
 ) -> None:
     run_of_two.process.send_signal(signal.SIGINT)
     code, errors = run_of_two.end()
     assert code == 130
+    assert "cancel" in errors
+    assert "Traceback" not in errors
+    run_of_two.mark.assert_none_left(limit_s=400)
+    assert json.loads((run_of_two.folder / "record.json").read_text())["state"] == "cancelled"
     lines = errors.splitlines()
     assert "elche: writing a checkpoint; Ctrl-C again to leave at once" in lines
     assert lines[-1] == f"elche: to go on: elche resume {run_of_two.folder}"
@@ -308,30 +234,20 @@ def test_ctrl_c_writes_a_checkpoint_first_and_says_how_to_go_on(
     assert folder.name.startswith("linear-")
 
 
-def test_a_run_that_is_complete_is_not_resumed(
-    elche: Callable[..., Command], job_file: JobFile, tmp_path: Path
-) -> None:
-    options = ["--epochs", "2", "--checkpoint-every-epochs", "1", "--out", "whole"]
-    assert elche("run", str(job_file()), *options).code == 0
-    refused = elche("resume", "whole")
-    assert refused.code == 2
-    assert "the training in whole is complete, with 2 epochs" in refused.complaint
-    assert "--epochs" in refused.complaint
-    (newest,) = (one.parent for one in tmp_path.glob("whole/checkpoints/*/epoch-0002-*/manifest.json"))
-    by_checkpoint = elche("resume", str(newest))
-    assert by_checkpoint.code == 2
-    assert "has 2 of 2 epochs; give more with --epochs" in by_checkpoint.err
-    assert not (tmp_path / "runs").exists()  # no rank was started for that
-
-
 def test_a_rank_that_is_killed_leaves_a_way_to_go_on(mark: Mark, job_file: JobFile) -> None:
     arguments = ["--ranks", "2", "--checkpoint-every-epochs", "1", "--on-rank-loss", "fail"]
     with running(mark, job_file("linear.py", LONG), *arguments) as run:
         eventually(lambda: list(run.folder.glob("checkpoints/*/epoch-*/manifest.json")), "a checkpoint is there")
         os.kill(max(run.mark.living("elche rank")), signal.SIGKILL)
         code, errors = run.end()
+        mark.assert_none_left(limit_s=400)
     assert code == 1
+    line = complaint("\n".join(errors.splitlines()[:-1]))
+    assert re.search(r"rank [01] on \S+ \(cpu\) was killed by signal 9 \(often: out of memory\) at batch \d+", line)
     assert errors.splitlines()[-1] == f"elche: to go on: elche resume {run.folder}"
+    record = json.loads((run.folder / "record.json").read_text())
+    assert record["state"] == "failed"
+    assert "signal 9" in record["error"]
 
 
 @pytest.mark.long(reason="a job does so in test_ctrl_c_writes_a_checkpoint_first_and_says_how_to_go_on")
@@ -355,7 +271,7 @@ def test_a_loop_writes_a_checkpoint_on_ctrl_c_too_and_goes_on_with_its_environme
     assert notes.read_text().splitlines()[-1].startswith(f"{epoch} ")
 
 
-def test_a_run_is_closed_to_other_users_of_the_machine(run: Run) -> None:
+def test_a_run_is_closed_to_other_users_of_the_machine_and_ends_when_its_command_is_killed(run: Run) -> None:
     """Loopback without a token was code execution as the coordinator's user, for every local user."""
     text = (run.folder / "coordinator.log").read_text()
     page = re.findall(r"page and metrics on (http://\S+)", text)[0]
@@ -367,5 +283,5 @@ def test_a_run_is_closed_to_other_users_of_the_machine(run: Run) -> None:
     answer = urllib.request.urlopen(urllib.request.Request(f"{page}/metrics", headers=headers), timeout=400)
     assert b"elche_jobs" in answer.read()
     assert secret.read_text().strip() not in text
-    run.process.send_signal(signal.SIGINT)
-    run.end()
+    run.process.kill()
+    run.mark.assert_none_left(limit_s=400)

@@ -15,9 +15,6 @@ from elche_worker.data.dataset import Drawn
 from support.noting import BASE, EPOCHS, EVERY_SAMPLE_ONCE_PER_EPOCH, NUM_SAMPLES, REPLACE, Trained, here, trained
 from support.real_processes import Cluster, Command
 
-JobFile = Callable[..., Path]
-
-
 # How much is trained
 
 

@@ -2,18 +2,16 @@
 
 import json
 import socket
-import sqlite3
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from math import nan
 from pathlib import Path
 
 import pytest
 
 from elche.errors import JobFailed
 from elche_client import Client
-from support.real_processes import PAGE, Cluster, Command, Coordinator, Mark, agent, command, coordinator, eventually
+from support.real_processes import Cluster, Command, Coordinator, Mark, agent, command, coordinator, eventually
 
 JobFile = Callable[..., Path]
 TOKEN = "correct horse battery"
@@ -238,57 +236,6 @@ def test_a_browser_that_leaves_ends_the_transfer(cluster: Cluster, job_file: Job
         assert connection.recv(1024).startswith(b"HTTP/1.1 200")
     left = "the receiver of this file has gone"
     eventually(lambda: left in cluster.agent.log.read_text()[log_before:], "the agent is told")
-
-
-def with_gaps(values: list[float | None]) -> list[float]:
-    """What is not known, such as the loss before the first report, is not a number."""
-    return [nan if value is None else value for value in values]
-
-
-@pytest.mark.long(reason="coordinator/ and the charts after a kill, above, cover it")
-def test_figures_of_ended_jobs_survive_a_restart(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
-    with (
-        coordinator(mark, tmp_path) as one,
-        agent(mark, tmp_path, one.address),
-        Client(one.address, token="") as client,
-    ):
-        job = client.submit(job_file("linear.py"), num_ranks=2, epochs=2)
-        job.result()
-        url = f"{one.page_url}/api/jobs/{job.id}"
-        path = one.data / "recordings" / f"{job.id}.json"
-        eventually(lambda: path.exists() and json.loads(path.read_text())["ended_at"], "it is kept")
-        before, series = told(url), told(f"{url}/series")
-        running = client.submit(job_file("linear.py"), num_ranks=2, epochs=5000, on_rank_loss="fail")
-        address = f"{one.page_url}/api/jobs/{running.id}/series"
-        eventually(lambda: told(address)["epochs"]["at"], "an epoch is recorded")  # type: ignore[index]
-        assert one.process.stdin is not None
-        one.process.stdin.close()  # it stops while the job runs
-        assert one.process.wait(400) == 0
-    assert path.stat().st_mode & 0o777 == 0o600
-    with sqlite3.connect(one.data / "elche.sqlite") as database:
-        database.execute("UPDATE states SET code = 'other'")  # so that what ran does not go on
-    tables = ("moments", "epochs", "evaluations")
-    with coordinator(mark, tmp_path, data=one.data) as two:
-        page_url = eventually(lambda: PAGE.findall(two.log.read_text())[1:], "the page's address is logged")[-1]
-        url = f"{page_url}/api/jobs/{job.id}"
-        after = told(url)
-        again = told(f"{url}/series")
-        for name in tables:
-            for figure, values in series[name]["figures"].items():  # type: ignore[index]
-                kept = again[name]["figures"][figure]  # type: ignore[index]
-                assert with_gaps(kept) == pytest.approx(with_gaps(values), rel=1e-3, nan_ok=True), (name, figure)
-        assert set(series["epochs"]["figures"]) == {"loss", "index", "rank", "seven"}  # type: ignore[index]
-        assert set(series["evaluations"]["figures"]) == {"mse"}  # type: ignore[index]
-        assert [one["rank"] for one in after["table"]] == [0, 1]  # type: ignore[attr-defined]
-        changed = {name for name in before if before[name] != after[name]}
-        assert changed <= {"reason", "eta_s", "num_stalled"}
-        message = first_message(f"{page_url}/api/stream?job={job.id}")
-        assert {"samples_per_s@0", "samples_per_s@1", "loss"} <= set(message["moments"]["figures"])  # type: ignore[call-overload]
-        lost = f"{page_url}/api/jobs/{running.id}"
-        assert told(f"{lost}/series")["epochs"]["at"]  # type: ignore[index]
-        assert {one["state"] for one in told(lost)["table"]} == {"exited"}  # type: ignore[attr-defined]
-        path.write_text("{")
-        assert answer(url)[0] == 200
 
 
 def test_charts_of_a_job_that_runs_go_on_after_the_coordinator_was_killed(

@@ -181,28 +181,6 @@ def test_only_this_machine_gets_in_and_only_with_the_token(stack: Stack) -> None
     assert stack.token == token, "a second start has written another token"
 
 
-@pytest.mark.long(reason="stopped ranks are in the gate without containers")
-def test_a_job_goes_on_while_one_of_its_workers_is_paused(stack: Stack) -> None:
-    """The paused rank is left out, and is ended and started again when its container goes on."""
-    job_id = submit(stack, "--epochs", "4")
-    with stack.client() as client:
-        view_when(stack, client, job_id, lambda view: view.num_rounds > 2, "rounds are committed")
-        pause(stack, "worker-2")
-
-        def is_left_out(view: JobView) -> bool:
-            return [rank.state for rank in view.ranks if rank.host == "worker-2"] == ["leaving"]
-
-        try:
-            left = view_when(stack, client, job_id, is_left_out, "the paused worker's rank is left out")
-            view_when(stack, client, job_id, lambda view: view.num_rounds > left.num_rounds, "the other worker goes on")
-        finally:
-            stack.compose("unpause", "worker-2")
-        result = client.job(job_id).result()
-    assert result.state is JobState.SUCCEEDED, result.error
-    assert result.committed_samples == (result.dataset_size,) * 4
-    assert result.metrics["accuracy"] > 0.9
-
-
 def test_an_upgrade_loses_nothing_that_was_committed_before(stack: Stack) -> None:
     """What `up` does once all images are built anew. Compose may stop the coordinator before its workers."""
     job_id = submit(stack, "--epochs", "400")

@@ -351,9 +351,12 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
         yield Team(tmp_path, stack, monkeypatch)
 
 
-@pytest.mark.parametrize("averaging", WAYS)
 @pytest.mark.parametrize(
-    "how", ["stop", pytest.param("kill", marks=pytest.mark.long(reason="processes/test_lost_ranks.py kills"))]
+    ("how", "averaging"),
+    [
+        ("stop", "overlapped"),
+        pytest.param("kill", "blocking", marks=pytest.mark.long(reason="processes/test_lost_ranks.py kills")),
+    ],
 )
 def test_survivors_of_a_round_that_a_rank_did_not_end_go_on_without_it(team: Team, how: str, averaging: str) -> None:
     way = {"averaging": averaging, "merge": "mean"}
