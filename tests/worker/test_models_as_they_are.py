@@ -13,7 +13,7 @@ from elche_worker import TrainingJob
 from elche_worker.model.checkpoint import CheckpointData, Loaded, other_buffers
 from elche_worker.model.evaluation import evaluate
 from elche_worker.model.layout import Layout
-from elche_worker.model.modes import evaluated_weights, what_is_still
+from elche_worker.model.modes import eval_mode_notice, evaluated_weights
 from elche_worker.model.savable import check_savable, check_state, check_steps, take_form
 from elche_worker.model.step import build_model
 from elche_worker.model.storage import results_of_views
@@ -243,15 +243,15 @@ def test_modules_keep_the_modes_that_they_have() -> None:
     evaluate(job(lambda: model, evaluate=look), model, "train.py")
     assert not any(seen)
     assert [module.training for module in model.modules()] == before
-    assert what_is_still(model).startswith("2 of the model's 5 modules are in eval mode")
-    assert what_is_still(nn.Linear(1, 1)) == ""
+    assert eval_mode_notice(model).startswith("2 of the model's 5 modules are in eval mode")
+    assert eval_mode_notice(nn.Linear(1, 1)) == ""
 
 
 def test_a_model_that_is_in_eval_mode_as_a_whole_is_trained() -> None:
     """As libraries return pretrained ones."""
     built = build_model(job(lambda: nn.Sequential(nn.Linear(2, 1), nn.Dropout()).eval()), CPU, "train.py")
     assert all(module.training for module in built.model.modules())
-    said = what_is_still(built.model, came_in_eval_mode=built.came_in_eval_mode)
+    said = eval_mode_notice(built.model, came_in_eval_mode=built.came_in_eval_mode)
     assert said.startswith("model() has returned the model in eval mode")
 
 

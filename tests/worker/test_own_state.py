@@ -15,7 +15,7 @@ from elche_worker import this_rank
 from elche_worker.model.own_state import OwnState, build_own_state, packed, unpacked
 from elche_worker.rank.replica import Replica
 from elche_worker.run.alone import train_alone
-from elche_worker.user.kept import what_is_kept_aside, what_is_stepped_aside
+from elche_worker.user.kept import kept_aside_notice, other_optimizers_notice
 from elche_worker.user.loading import UserCodeRaised
 from support.replicas import Make, Rank, written
 from support.solo import JOB
@@ -256,12 +256,12 @@ def test_functions_that_set_variables_outside_of_them_are_named() -> None:
         (lambda: own)()
 
     job = replace(JOB, metrics_fn=metrics_fn, epoch_fn=epoch_fn, after_round=counts, checkpoint_fn=print)
-    assert what_is_kept_aside(job) == (
+    assert kept_aside_notice(job) == (
         "metrics_fn changes best and after_round changes counted: no checkpoint has that, and it starts fresh when "
         "training is resumed or a rank is started again. What is to go on belongs to state=lambda model: {...}, and is "
         "found in this_rank().state"
     )
-    assert what_is_kept_aside(JOB) == ""
+    assert kept_aside_notice(JOB) == ""
     assert best == 1.0
 
 
@@ -277,6 +277,6 @@ def test_an_optimizer_beside_the_jobs_is_named() -> None:
         return torch.tensor(own.param_groups[0]["lr"])
 
     job = replace(JOB, train_step=train_step)
-    assert what_is_stepped_aside(job, [own]).startswith("train_step uses critic, which optimizer() does not return:")
-    assert what_is_stepped_aside(job, [own, critic]) == ""
-    assert what_is_stepped_aside(replace(JOB, train_step=len), [own]) == ""
+    assert other_optimizers_notice(job, [own]).startswith("train_step uses critic, which optimizer() does not return:")
+    assert other_optimizers_notice(job, [own, critic]) == ""
+    assert other_optimizers_notice(replace(JOB, train_step=len), [own]) == ""

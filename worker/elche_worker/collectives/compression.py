@@ -90,7 +90,7 @@ class Compression:
 
 
 class _Work:
-    """What one average computes, chunk by chunk: the same slice of each rank's part of the change.
+    """Computes one average, chunk by chunk: the same slice of each rank's part of the change.
 
     Without `keeps`, as for a rank whose values have no weight, the error of its earlier changes is neither sent nor
     changed.

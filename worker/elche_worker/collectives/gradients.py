@@ -89,7 +89,7 @@ class Gradients:
         self._may_send = False
         """True if buckets may be sent during this step's backward."""
         self._made: dict[int, tuple[torch.Tensor, int, torch.Tensor | None]] = {}
-        """What backward has made in this step: gradients, by index, their version counters, and their sums if they are
+        """Gradients that backward has made in this step, by index, their version counters, and their sums if they are
         summed; else only those that were sent. By these later changes are noticed.
         """
         self._num_begun = 0

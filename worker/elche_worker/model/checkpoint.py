@@ -453,7 +453,7 @@ def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def extra_of(model: nn.Module) -> dict[str, Any]:
-    """What `get_extra_state` of the model's modules returns, by name, where it is no tensor."""
+    """Results of `get_extra_state` of the model's modules, by name, that are no tensors."""
     return {name: one for name, one in model.state_dict().items() if not isinstance(one, torch.Tensor)}
 
 

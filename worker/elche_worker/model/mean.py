@@ -37,7 +37,7 @@ def decay_of(ema: float | None, batch_size: int) -> Decay | None:
     return None if ema is None else Decay(ema, batch_size)
 
 
-def what_resumes(ema: float | None, *, has_mean: bool) -> str:
+def ema_notice(ema: float | None, *, has_mean: bool) -> str:
     """A warning if a job with an average resumes from a checkpoint without one, or the reverse; else ""."""
     if has_mean and ema is None:
         return "the checkpoint has a moving average of the weights (ema), which the job does not use"

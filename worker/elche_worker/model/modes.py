@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 
 class Switches:
-    """What callbacks have changed in a model since it was built: frozen parameters, and modules' modes. A rank that
+    """Finds what callbacks have changed in a model since it was built: frozen parameters, modules' modes. A rank that
     joins later needs it, since `epoch_fn` may change them in one epoch only.
     """
 
@@ -43,7 +43,7 @@ class Switches:
                 module.training = value["modes"].get(name, self._modes[name])
 
 
-def what_is_still(model: nn.Module, *, came_in_eval_mode: bool = False) -> str:
+def eval_mode_notice(model: nn.Module, *, came_in_eval_mode: bool = False) -> str:
     """A warning on modules that `model()` has returned in eval mode; "" if there are none. A whole model that
     `came_in_eval_mode` has been put into train mode.
     """

@@ -450,7 +450,7 @@ def _loss_of(returned: Any, file_name: str, *, needs_grad: bool = True) -> tuple
 
 
 def named(returned: Mapping[Any, Any], function: str, file_name: str) -> dict[str, Any]:
-    """What a function returned, with names as texts. Raises `InvalidJob` for too many or too long names."""
+    """A function's result with names as texts. Raises `InvalidJob` for too many or too long names."""
     if len(returned) > MAX_METRICS:
         raise InvalidJob(
             f"{file_name}: {function}() returned {len(returned)} metrics; at most {MAX_METRICS} are possible"

@@ -43,7 +43,7 @@ from elche_worker.device.transfer import to_device
 from elche_worker.model.batch_size import is_auto, largest_that_fits, nominal_batch_size, rank_batch_size
 from elche_worker.model.checkpoint import Loaded, load, new_like, new_whole
 from elche_worker.model.layout import Layout
-from elche_worker.model.modes import what_is_still
+from elche_worker.model.modes import eval_mode_notice
 from elche_worker.model.own_state import build_own_state
 from elche_worker.model.step import (
     Built,
@@ -76,7 +76,7 @@ from elche_worker.user.as_begun import import_as_begun, keep_modules, read_own_m
 from elche_worker.user.device import Device
 from elche_worker.user.events import send_events_to
 from elche_worker.user.job import JobDefinition
-from elche_worker.user.kept import what_is_kept_aside, what_is_stepped_aside
+from elche_worker.user.kept import kept_aside_notice, other_optimizers_notice
 from elche_worker.user.loading import (
     UserCodeRaised,
     as_a_script,
@@ -290,9 +290,9 @@ def _prepare(
     dataset, built, loaded = parts.dataset, parts.built, parts.loaded
     notices = (
         why_mean(job, built),
-        what_is_still(built.model, came_in_eval_mode=built.came_in_eval_mode),
-        what_is_kept_aside(job),
-        what_is_stepped_aside(job, built.all_optimizers),
+        eval_mode_notice(built.model, came_in_eval_mode=built.came_in_eval_mode),
+        kept_aside_notice(job),
+        other_optimizers_notice(job, built.all_optimizers),
         READ_BETWEEN if parts.looked.is_bound and not job.num_workers else "",
         UNSTEADY if parts.looked.is_unsteady else "",
         loop.rates_notice(parts.extent),

@@ -30,7 +30,7 @@ from elche_worker.model.checkpoint import About, CheckpointTarget, Loaded, weigh
 from elche_worker.model.evaluation import Evaluated, evaluate, evaluate_part, rehearse, rehearse_modes
 from elche_worker.model.frozen import LeftOut
 from elche_worker.model.layout import Layout
-from elche_worker.model.mean import decay_of, mean_in_model, what_resumes
+from elche_worker.model.mean import decay_of, ema_notice, mean_in_model
 from elche_worker.model.modes import Switches, evaluated_weights
 from elche_worker.model.norms import ParameterNorm
 from elche_worker.model.savable import check_savable, check_state
@@ -189,7 +189,7 @@ class Replica:
         self._result = ResultExtent(0, 0, training["samples"])
         is_leader = self.replica_group.is_leader
         self.checkpoints.capture.restore(loaded, self.version, is_leader=is_leader)
-        if text := what_resumes(self._job.ema, has_mean=bool(loaded.mean)):
+        if text := ema_notice(self._job.ema, has_mean=bool(loaded.mean)):
             print(f"elche: {text}", flush=True)
 
     @property

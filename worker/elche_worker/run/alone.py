@@ -29,7 +29,7 @@ from elche_worker.model.batch_size import is_auto, nominal_batch_size, rank_batc
 from elche_worker.model.evaluation import evaluate, evaluate_part, metrics_of, rehearse, rehearse_modes
 from elche_worker.model.layout import Layout
 from elche_worker.model.mean import MeanOfModel, decay_of
-from elche_worker.model.modes import evaluated_weights, what_is_still
+from elche_worker.model.modes import eval_mode_notice, evaluated_weights
 from elche_worker.model.own_state import build_own_state
 from elche_worker.model.state import TrainedState
 from elche_worker.model.step import Built, TrainStep, build_model
@@ -96,7 +96,7 @@ class _Training:
         dataset, dataset_size = build_dataset(job, FILE)
         self._eval_dataset = build_eval_dataset(job, FILE)
         self._job, self._built = job, build_model(job, target, FILE)
-        if text := what_is_still(self._built.model, came_in_eval_mode=self._built.came_in_eval_mode):
+        if text := eval_mode_notice(self._built.model, came_in_eval_mode=self._built.came_in_eval_mode):
             notice(text)
         batch_size = rank_batch_size(job, chosen, dataset_size)
         self._extent = Extent(

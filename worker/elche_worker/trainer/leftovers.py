@@ -75,7 +75,7 @@ class _Watched:
         self._is_left = self._parameter.grad is not None
 
     def begin_step(self) -> bool:
-        """Returns whether this optimizer is to step with a sum of two losses' gradients."""
+        """Returns True if this optimizer is to step with a sum of two losses' gradients."""
         is_sum, self._is_left, self._is_sum = self._is_sum, False, False
         self._num_steps += 1
         if self._num_steps == NUM_STEPS:

@@ -14,7 +14,7 @@ CALLED_AGAIN = ("train_step", "epoch_fn", "metrics_fn", "checkpoint_fn", "after_
 """Functions that are called again and again, so that a variable set in one call is there in the next."""
 
 
-def what_is_kept_aside(job: JobDefinition) -> str:
+def kept_aside_notice(job: JobDefinition) -> str:
     """The warning, which names functions that change global variables or those of an enclosing function, and says what
     to do; "" if there are none.
     """
@@ -28,7 +28,7 @@ def what_is_kept_aside(job: JobDefinition) -> str:
     )
 
 
-def what_is_stepped_aside(job: JobDefinition, optimizers: Sequence[Optimizer]) -> str:
+def other_optimizers_notice(job: JobDefinition, optimizers: Sequence[Optimizer]) -> str:
     """A warning on optimizers, other than the job's, that `train_step` takes from outside of it; "" for none."""
     found = dict(_optimizers_in(job.train_step, set()))
     named = [name for name, one in found.items() if all(one is not other for other in optimizers)]
