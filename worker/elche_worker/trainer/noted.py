@@ -40,11 +40,9 @@ def _watch() -> None:
     for cell in getattr(clip_grad.clip_grad_value_, "__closure__", None) or ():
         if callable(cell.cell_contents):
             cell.cell_contents = _noting_clipped(cell.cell_contents)
-    _note_calls(GradScaler, "scale", lambda scaler, *_, **__: scaler.is_enabled() and _scaled.add(scaler))
-    _note_calls(GradScaler, "unscale_", lambda scaler, optimizer: scaler.is_enabled() and _unscaled.add(optimizer))
-    _note_calls(
-        DistributedDataParallel, "forward", lambda one, *_, **__: torch.is_grad_enabled() and _wrapping.add(one)
-    )
+    _note_calls(GradScaler, "scale", _scaled, 0, GradScaler.is_enabled)
+    _note_calls(GradScaler, "unscale_", _unscaled, 1, GradScaler.is_enabled)
+    _note_calls(DistributedDataParallel, "forward", _wrapping, 0, lambda _: torch.is_grad_enabled())
 
 
 def _noting_clipped(clip: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,16 +56,17 @@ def _noting_clipped(clip: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-def _note_calls(kind: type, name: str, note: Callable[..., Any]) -> None:
-    """Has the method `name` of a class call `note` with its arguments first."""
+def _note_calls(kind: type, name: str, noted: "WeakSet[Any]", which: int, counts: Callable[[Any], bool]) -> None:
+    """Has the method `name` of a class note one of its arguments in each call that counts, given its object."""
     method = getattr(kind, name)
 
     @wraps(method)
-    def noted(*given: Any, **named: Any) -> Any:
-        note(*given, **named)
+    def noting(*given: Any, **named: Any) -> Any:
+        if counts(given[0]):
+            noted.add([*given, *named.values()][which])
         return method(*given, **named)
 
-    setattr(kind, name, noted)
+    setattr(kind, name, noting)
 
 
 def begin_noting() -> None:
