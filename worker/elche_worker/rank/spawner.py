@@ -53,7 +53,7 @@ FOR_ALL = ("elche_worker.rank.main", "elche_worker.run.job", "grpc._channel")
 """Imports of every rank; gRPC would make the last with the first channel, 10 ms later in each rank."""
 COMPILER = "torch._dynamo"
 """Imported by creating an optimizer, which takes nearly as long as torch itself; see `process.compiler`."""
-FOR_GROUPS = ("elche_worker.rank.pieces", "elche_worker.sharding")
+FOR_GROUPS = ("elche_worker.rank.pieces", "elche_worker.sharding.sharded")
 """Further imports of replica groups, made when the first group is started."""
 
 
