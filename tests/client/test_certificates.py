@@ -90,6 +90,21 @@ def test_what_is_no_name_is_refused_and_makes_nothing(tmp_path: Path, name: str)
     assert not (tmp_path / "certs").exists()
 
 
+def test_a_folder_without_an_authority_is_not_listed_as_empty_and_a_new_authority_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In another folder `elche certs list` printed nothing, and `elche certs client` made a certificate of a new
+    authority, which the coordinator refuses.
+    """
+    authority = Authority(tmp_path / "certs")
+    with pytest.raises(BadCertificate, match=r"certs has no ca\.crt of an authority"):
+        authority.all()
+    for name in ("ada", "bob"):
+        authority.client(name, "user", expires=DAY)
+        assert ("certs has a new authority" in capsys.readouterr().err) == (name == "ada")
+    assert len(authority.all()) == 2
+
+
 def test_an_authority_without_its_key_is_not_replaced(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     authority.client("anna", "user", expires=DAY)

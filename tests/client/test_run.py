@@ -21,6 +21,7 @@ from elche_client.display.output import log_paths
 from elche_client.display.record import JobRecord
 from elche_client.events import JobResult, JobState, JobView, RankView, RoundReport
 from elche_client.local import job_run
+from elche_client.local.check import arguments_of
 from elche_client.local.notifications import Interrupted, ProcessExited, ProcessRestarted
 from elche_client.local.processes import ProcessError, exit_error
 from elche_client.options import JobOptions
@@ -120,6 +121,12 @@ def test_a_run_from_start_to_summary(place: Path) -> None:
     for part in (f'output_dir: "{folder}"', "num_ranks: 2", "value: 2.3", 'value: "3"', "verify_rounds: true"):
         assert part in spec
     assert not any(is_alive(pid) for pid in pids(folder))
+
+
+def test_a_range_of_ranks_is_checked_with_the_least() -> None:
+    """`--ranks 1+` was told that 10,007 samples are fewer than one batch for each of 10000 ranks."""
+    arguments = arguments_of(Path("train.py"), JobOptions(num_ranks=10_000, min_ranks=1), None)
+    assert arguments[arguments.index("--ranks") + 1] == "1"
 
 
 def test_a_job_that_goes_on_waiting_for_slots_says_why(place: Path) -> None:

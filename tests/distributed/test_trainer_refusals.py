@@ -23,6 +23,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    RandomSampler,
     Subset,
     TensorDataset,
     default_collate,
@@ -388,6 +389,11 @@ def raise_on_collate(_: Any) -> Any:
         (DataLoader(samples(8)), "name them, as in set_data_loader"),
         (DataLoader(TensorDataset(torch.ones(0, 6))), "is empty"),
         (DataLoader(samples(8), sampler=Endless()), "Endless has no length: .* let it end after as many samples"),
+        # As in minGPT: it filled the memory, in silence.
+        (
+            DataLoader(samples(8), sampler=RandomSampler(samples(8), replacement=True, num_samples=10**10)),
+            "RandomSampler would give 10000000000 samples an epoch, of a data set of 8",
+        ),
     ],
 )
 def test_a_loader_that_cannot_be_split_is_refused(loader: Any, words: str) -> None:

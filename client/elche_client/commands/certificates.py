@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from elche.tls import AUTHORITY, CERTIFICATE, KEY, BadCertificate, identity, identity_uri
+from elche_client.display.notices import print_notice
 
 AUTHORITY_KEY = "ca.key"
 AUTHORITY_LIFE = timedelta(days=3650)
@@ -71,6 +72,8 @@ class Authority:
 
     def all(self) -> list[Holder]:
         """The certificates in this folder, in order of their folders' names. Raises `BadCertificate`."""
+        if not (self.folder / AUTHORITY).exists():
+            raise BadCertificate(f"{self.folder} has no {AUTHORITY} of an authority: name its folder with --dir")
         return [_holder(path.parent, read_certificate(path)) for path in sorted(self.folder.glob(f"*/{CERTIFICATE}"))]
 
     def _sign(
@@ -127,6 +130,7 @@ class Authority:
         )
         _write(self.folder / AUTHORITY_KEY, _key_text(key), mode=0o600)
         _write(self.folder / AUTHORITY, made.public_bytes(serialization.Encoding.PEM))
+        print_notice(f"{self.folder} has a new authority; programs refuse the certificates of any other")
 
 
 # What the authority's key may be used for: certificates and lists of revoked ones.

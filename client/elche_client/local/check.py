@@ -64,10 +64,11 @@ def check_file(
 
 def arguments_of(path: Path, options: JobOptions, device: str | None) -> list[str]:
     """Arguments for the check of a file; `device` None: the job runs elsewhere."""
+    num_ranks = options.min_ranks or options.num_ranks  # of a range the least: it may have no end
     return [
         str(path),
         *("--device", device or "cpu"),
-        *(("--ranks", str(options.num_ranks)) if options.num_ranks else ()),
+        *(("--ranks", str(num_ranks)) if num_ranks else ()),
         *(("--runs-here",) if device else ()),
         *("--settings", json.dumps(dict(options.settings))),
         *(("--resume", options.resume) if options.resume else ()),

@@ -30,6 +30,10 @@ AHEAD = 2
 """Batches that are copied to a GPU ahead of the one that is trained: one is ready while the next one is copied."""
 LONGEST_EPOCH = 100
 """Times the length of its sampler or data set that an epoch may have: a sampler that gives more is taken as endless."""
+MANY_SAMPLES = 10**8
+"""Samples of an epoch, of a sampler that gives each over `LONGEST_EPOCH` times, above which it is taken as endless: the
+numbers of an epoch are drawn at its beginning, and these take 4 GB.
+"""
 MEASURED_BATCHES = 4
 """Batches after which training's use of device memory is measured: by then the optimizer's states are allocated."""
 SAME_BATCHES = ("torchdata.", "monai.", "accelerate.")
@@ -405,8 +409,15 @@ def check_loader(loader: Any) -> str:
         )
     if not isinstance(loader.sampler, Sized):
         return f"{type(loader.sampler).__name__} has no length: {END_IT}"
-    if not len(loader.dataset):  # type: ignore[arg-type]  # map-style
+    num_samples, length = len(loader.dataset), len(loader.sampler)  # type: ignore[arg-type]  # map-style
+    if not num_samples:
         return "the data set of the loader is empty"
+    if length > max(MANY_SAMPLES, LONGEST_EPOCH * num_samples):
+        return (
+            f"{type(loader.sampler).__name__} would give {length} samples an epoch, of a data set of {num_samples}, "
+            "and the order of an epoch is drawn at its beginning: let it give as many (num_samples) as an epoch is to "
+            "have, and begin epoch after epoch, as in `for epoch in trainer.epochs(10):`"
+        )
     return ""
 
 
