@@ -33,6 +33,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def install(folder: Path) -> None:
+    """Makes another package `proj` that can be imported."""
+    (folder / "installed/proj").mkdir(parents=True)
+    (folder / "installed/proj/__init__.py").touch()
+    sys.path.append(str(folder / "installed"))
+
+
 @pytest.mark.parametrize(
     ("source", "package"),
     [
@@ -66,10 +73,14 @@ def test_what_is_found_beside_a_file_is_not_of_its_package(folder: Path) -> None
 def test_a_script_in_a_folder_that_is_no_package_imports_what_is_installed(folder: Path) -> None:
     """As one in a folder `torch`, with folders of its own there."""
     (folder / "proj/train/__init__.py").unlink()
-    (folder / "installed/proj").mkdir(parents=True)
-    (folder / "installed/proj/__init__.py").touch()
-    sys.path.append(str(folder / "installed"))
+    install(folder)
     assert package_of("import proj.common", str(folder / "proj/train/main.py")) == ("", "")
+
+
+def test_a_package_around_a_file_comes_before_an_installed_one(folder: Path) -> None:
+    """As with `python -m` in the folder that has the package: an older copy may be installed."""
+    install(folder)
+    assert package_of("import proj.common", str(folder / "proj/train/main.py")) == ("proj.train", str(folder))
 
 
 @pytest.mark.parametrize(
