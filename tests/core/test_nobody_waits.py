@@ -124,7 +124,7 @@ def test_messages_that_are_sent_together_arrive_together(simulate):
     simulation = simulate(pair(), dataset_size=1_000, epochs=1, **{**DEFAULT, "latency_ms": 100.0})
     arrived: list[float] = []
     for _ in range(20):
-        simulation._send_up("from 0", lambda: arrived.append(simulation.clock.now_s))
+        simulation._let_arrive("from 0", lambda: arrived.append(simulation.clock.now_s), simulation.clock.now_s)
     simulation.clock.run(until=lambda: len(arrived) == 20, limit_s=1.0)
     assert arrived == sorted(arrived)
     assert 0.05 <= arrived[0] <= arrived[-1] <= 0.15
