@@ -72,7 +72,7 @@ def check_label(name: str, value: str) -> None:
     """Raises `InvalidJob` for an invalid label of a host."""
     if not NAME.fullmatch(name) or name in RESERVED or not value or len(value) > MAX_CHARS:
         raise InvalidJob(
-            f"{name[:80]}={value[:80]} is not a label: write NAME=VALUE, such as zone=eu; "
+            f"{name[:80]}{'=' * bool(value)}{value[:80]} is not a label: write NAME=VALUE, such as zone=eu; "
             f"{', '.join(RESERVED)} are known of every device"
         )
 

@@ -164,12 +164,6 @@ def main(
     in what they leave.
 
     If the coordinator needs a token, set ELCHE_TOKEN, or ELCHE_TOKEN_FILE to a file that contains it.
-
-    \b
-    Examples:
-      elche-worker
-      elche-worker --coordinator gpu1:7717 --label zone=eu
-      elche-worker --devices cuda:0,cuda:1 --share 2
     """
     use_utf8()
     # Before gRPC is imported: of a coordinator that cannot be reached, this program says once a minute why.
