@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from processes.test_hung_ranks import trains
 from processes.test_lost_ranks import EPOCHS, NUM_SAMPLES, Story, begin, succeeds
+from worker.test_notices import address, metadata
 
 from elche.errors import InvalidJob
 from elche_client import Client
@@ -83,6 +84,44 @@ def test_a_worker_that_gets_sigterm_leaves_with_its_work_committed(hosts: Hosts,
     assert re.fullmatch(r"rank 2 has left \S+ \(cpu\), its work committed", report.text)
     trains(story, 0, 1)
     hosts.join("c", "cpu")
+    story.await_return(2)
+    succeeds(story, survivors=(0, 1))
+
+
+@pytest.mark.long(
+    reason="a notice does what SIGTERM does, which the gate shows; worker/test_notices.py has the notices"
+)
+def test_a_machine_that_the_cloud_takes_away_leaves(hosts: Hosts, begin: Callable[..., Story]) -> None:
+    with metadata() as cloud:
+        hosts.join("a", "cpu,cpu")
+        leaving = hosts.join("b", "cpu", "--notices", "aws", env={"ELCHE_METADATA": address(cloud)})
+        story = begin(client=hosts.client)
+        trains(story, 0, 1, 2)
+        cloud.is_noticed = True
+        assert leaving.process.wait(400) == 0
+    assert "the cloud gives notice" in leaving.log.read_text()
+    assert "has left" in story.of(MembershipReport)[0].text
+    story.hurry()
+    succeeds(story, survivors=(0, 1))
+
+
+@pytest.mark.long(reason="a worker that gets SIGTERM goes the same way")
+def test_a_host_is_drained_by_hand(hosts: Hosts, begin: Callable[..., Story], elche: Callable[..., Command]) -> None:
+    hosts.join("a", "cpu,cpu")
+    hosts.join("b", "cpu")
+    story = begin(client=hosts.client)
+    trains(story, 0, 1, 2)
+    there = hosts.coordinator.address
+    with pytest.raises(InvalidJob, match="no host 'nobody' is connected; connected are "):
+        hosts.client.drain("nobody")
+    done = elche("drain", "agent-2", "--coordinator", there)
+    assert (done.code, done.out) == (
+        0,
+        "agent-2 gets no more ranks; it has 1 rank, which leaves once its work is committed\n",
+    )
+    eventually(lambda: story.of(MembershipReport), "it has left")
+    trains(story, 0, 1)
+    assert elche("drain", "agent-2", "--off", "--coordinator", there).out == "agent-2 is offered again\n"
     story.await_return(2)
     succeeds(story, survivors=(0, 1))
 
