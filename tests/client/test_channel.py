@@ -13,7 +13,8 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import HealthServicer
 
 from elche.channel import open_channel
-from elche.network import KEEPALIVE, SERVER_KEEPALIVE, BadAddress
+from elche.network import CHANNEL_OPTIONS, KEEPALIVE, SERVER_KEEPALIVE, BadAddress
+from elche_client.transport.connection import OPTIONS
 from support.cutter import cutting
 
 NAME = "/test/Name"
@@ -85,6 +86,17 @@ def test_a_stream_that_ends_makes_the_next_one_choose(ports: tuple[int, int]) ->
                 list(stream)
         with serving("b", ports[1]):
             assert next(channel.unary_stream("/test/Count")(b"")) == b"b"
+
+
+@pytest.mark.parametrize("options", [CHANNEL_OPTIONS, OPTIONS], ids=["of ranks", "of clients"])
+def test_a_proxy_for_the_web_is_not_used(
+    ports: tuple[int, int], monkeypatch: pytest.MonkeyPatch, options: Sequence[tuple[str, Any]]
+) -> None:
+    """gRPC takes it for loopback, too."""
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{ports[1]}")
+    with serving("one", ports[0]), open_channel(f"127.0.0.1:{ports[0]}", "", options) as channel:
+        assert named(channel) == "one"
 
 
 def test_nobody_is_there(ports: tuple[int, int]) -> None:

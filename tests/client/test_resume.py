@@ -113,7 +113,7 @@ def write_run(folder: Path, *, loop: bool = False, **record: Any) -> Path:
     del manifest["checksum"]
     manifest |= {"settings": {"batch_size": 8, "anchor": 4}, "num_ranks": 2, "file_name": str(folder / "train.py")}
     if loop:
-        manifest["training"] = {"loop": {"num_steps": 1, "epoch": 0}}
+        manifest |= {"training": {"loop": {"num_steps": 1, "epoch": 0}}, "job": "**lr=1e-3**"}
     (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "checksum": checksum(manifest)}))
     (checkpoint / SOURCE).write_text("job = 'then'")
     command = {"name": "mine", "arguments": ["--then"], "environment": {"A": "then", "B": "then"}}
@@ -317,6 +317,7 @@ def test_modules_that_cannot_be_read_are_not_told(
 
 
 def test_a_loop_goes_on_as_a_loop(tmp_path: Path, begun: list[tuple[str, JobOptions, Path]]) -> None:
+    """Whatever its name is: one with two asterisks was an invalid pattern of files' names."""
     write_run(tmp_path, loop=True)
     go_on(tmp_path, JobOptions())
     assert begun[0][0] == "loop"

@@ -98,7 +98,7 @@ job = dataclasses.replace(job, epoch_fn=leave, epochs=EPOCHS)
 """
 
 
-CANCELLED = pytest.param("is cancelled", marks=pytest.mark.long(reason="a job that succeeds goes the same way"))
+CANCELLED = pytest.param("is cancelled", marks=pytest.mark.long(reason="it ends another job of the same worker first"))
 
 
 @pytest.mark.parametrize("how", ["succeeds", CANCELLED, "its agent is killed"])
@@ -107,7 +107,7 @@ def test_what_user_code_detaches_ends_with_its_job(how: str, mark: Mark, tmp_pat
     path = job_file("linear.py", f"EPOCHS = {epochs}", DETACHING)
     with (
         coordinator(mark, tmp_path) as one,
-        agent(mark, tmp_path, one.address) as other,
+        agent(mark, tmp_path, one.address, devices="cpu,cpu,cpu") as other,
         Client(one.address, token="") as client,
     ):
         handle = client.submit(path, num_ranks=2)
@@ -117,6 +117,8 @@ def test_what_user_code_detaches_ends_with_its_job(how: str, mark: Mark, tmp_pat
             eventually((tmp_path / "left").exists, "user code has left something")
             eventually(lambda: len(mark.living("sleep 600")) == 2, "it runs")
             if how == "is cancelled":
+                client.submit(job_file(), num_ranks=1, epochs=1).result()
+                assert len(mark.living("sleep 600")) == 2, "it ends with its own job alone"
                 client.cancel(handle.id)
             else:
                 other.process.kill()

@@ -114,6 +114,12 @@ def test_no_words_are_listed_twice() -> None:
             "Last error:\nCuda failure 'an illegal memory access was encountered'",
             DEVICE,
         ),
+        (
+            "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:121, unhandled system error (run with "
+            f"NCCL_DEBUG=INFO for details){NCCL_VERSION}ncclSystemError: System call or external library call failed "
+            "or device error.\nLast error:\nCuda failure 'unspecified launch failure'",
+            DEVICE,
+        ),
         # a peer's
         (
             "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:121, remote process exited or there was "

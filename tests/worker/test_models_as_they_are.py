@@ -1,7 +1,10 @@
 """Models and optimizers of any kind: what they share, which modes they are in, and what no file can hold."""
 
+import gc
 import math
+from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -212,6 +215,26 @@ def test_a_run_without_a_coordinator_refuses_what_changes_the_model_in_rounds(na
     some = job(lambda: nn.Linear(1, 1), **{name: given})
     with pytest.raises(InvalidJob, match=rf"makes no rounds, so {name} would have no effect, .* or job.start\(\)"):
         train_alone(some, device="cpu")
+
+
+def test_the_next_run_without_a_coordinator_frees_what_the_last_one_trained() -> None:
+    """Models and optimizers of a sweep stayed in the memory of the device until Python looked for circles."""
+    trained = []
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        trained.append(ref(made))
+        return made
+
+    gc.disable()
+    try:
+        for _ in range(3):
+            train_alone(
+                replace(job(lambda: nn.Linear(1, 1), optimizer), dataset=lambda: torch.ones(1, 1)), device="cpu"
+            )
+        assert trained[1]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_parameter_that_is_replaced_in_its_module_is_refused_when_a_round_begins() -> None:

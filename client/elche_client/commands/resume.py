@@ -89,7 +89,8 @@ def resume_here(place: str, file: Path | None, options: JobOptions, **how: Any) 
     there = {rank: factor for rank, factor in _slow_factors(command).items() if rank < options.num_ranks}
     options = replace(options, slow_factors=options.slow_factors or there)
     path = file or _source(folder, Path(manifest["file_name"]))
-    _tell_edited(folder, manifest["job"])
+    if not is_loop:  # whose processes keep no modules, and whose name may be any text
+        _tell_edited(folder, manifest["job"])
     for error in damaged:
         print_notice(str(error))
     older = "; what was trained after it is trained again" if damaged else ""

@@ -161,7 +161,9 @@ ROWS = (
     # cuSPARSE and hipSPARSE have words of their own after "CUDA error: "
     Known(U, "when calling `cusparse", "pytorch aten/src/ATen/cuda/Exceptions.h"),
     Known(U, "when calling `hipsparse", "pytorch aten/src/ATen/cuda/Exceptions.h"),
-    # NCCL and RCCL, ncclGetErrorString in src/init.cc, except for `PEER`; a failure of CUDA within has been told above
+    # What none of the rows above has. Before NCCL, whose message has the failure of CUDA behind "Last error:"
+    Known(D, "", "an error of the runtime that is not listed", ALL),
+    # NCCL and RCCL, ncclGetErrorString in src/init.cc, except for `PEER`
     Known(D, "unhandled cuda error", "ncclUnhandledCudaError", NCCL),
     Known(U, "invalid usage", "ncclInvalidUsage: such as one device for two ranks", NCCL),
     Known(U, "invalid argument", "ncclInvalidArgument", NCCL),
@@ -170,9 +172,7 @@ ROWS = (
     Known(P, "NCCL timeout in", "pytorch torch/csrc/distributed/c10d/NCCLUtils.hpp"),
     Known(P, "gloo/transport/", "gloo's files, which it names: gloo/common/logging.h"),
     Known(P, "Application timeout caused pair closure", "gloo gloo/transport/tcp/unbound_buffer.cc"),
-    # What none of the rows above has
     Known(P, "", "an error of NCCL that is not listed", NCCL),
-    Known(D, "", "an error of the runtime that is not listed", ALL),
 )
 """The first match counts."""
 

@@ -36,7 +36,7 @@ from elche_worker.model.step import Built, TrainStep, build_model
 from elche_worker.outer import Average
 from elche_worker.rank.view import View
 from elche_worker.telemetry.meter import EpochSums
-from elche_worker.user.callbacks import Callbacks, EpochMetrics, be_this_rank
+from elche_worker.user.callbacks import Callbacks, EpochMetrics, be_this_rank, this_rank
 from elche_worker.user.device import Device
 from elche_worker.user.job import JobDefinition
 from elche_worker.user.loggers import Loggers
@@ -126,8 +126,8 @@ class _Training:
         self.epoch, self.local_step, self.version = -1, 0, 0
         self._num_trained = 0
         """Samples trained."""
-        self._view = View(0, self, self._rates, self._callbacks)
-        be_this_rank(self._view)
+        # Not an attribute: a circle keeps the model in the memory of its device until Python looks for circles.
+        be_this_rank(View(0, self, self._rates, self._callbacks))
         self._loggers = Loggers(job.loggers, f"alone-{time.strftime('%Y%m%d-%H%M%S')}")
         self._watch = _Watch(job)
         self._best: TrainedState | None = None
@@ -194,7 +194,7 @@ class _Training:
 
     def _train(self, epoch: int) -> EpochSums:
         self.epoch, sums = epoch, EpochSums()
-        self._callbacks.call(self._job.epoch_fn, self._view, epoch, on_every_rank=True)
+        self._callbacks.call(self._job.epoch_fn, this_rank(), epoch, on_every_rank=True)
         self._layout.check()
         self._loader.plan()
         for offset, size in _parts_of(epoch, self._extent, self._shard_sizes, self._job.seed):

@@ -62,9 +62,10 @@ def _note_calls(kind: type, name: str, noted: "WeakSet[Any]", which: int, counts
 
     @wraps(method)
     def noting(*given: Any, **named: Any) -> Any:
+        result = method(*given, **named)  # first: of arguments that are wrong Python says which
         if counts(given[0]):
             noted.add([*given, *named.values()][which])
-        return method(*given, **named)
+        return result
 
     setattr(kind, name, noting)
 
