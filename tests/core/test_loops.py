@@ -364,6 +364,7 @@ def test_a_cancelled_loop_ends_with_its_ranks_or_after_the_grace_time() -> None:
         loop.progress(1)
         told = loop.handle(JobCancelled(job_id=JOB))
         assert [one.rank for one in told if isinstance(one, SendShutdown)] == [0, 1]
+        assert loop.view.eta_s == 0.0, "it trains no more"
         loop.handle(LoopLeft(**loop.of(0)))
         assert loop.result is None
         if leaves:
@@ -373,7 +374,7 @@ def test_a_cancelled_loop_ends_with_its_ranks_or_after_the_grace_time() -> None:
             loop.handle(DeadlinePassed())
         assert loop.result is not None
         assert loop.result.outcome is Outcome.CANCELLED
-        assert loop.view.eta_s == 0.0, "it trains no more"
+        assert loop.view.eta_s == 0.0
 
 
 def test_ranks_of_a_cancelled_loop_have_all_of_the_grace_time_to_leave() -> None:
