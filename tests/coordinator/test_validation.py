@@ -114,11 +114,6 @@ PAIRS: dict[str, tuple[Message, Message, str]] = {
         job_pb2.ScaleJobRequest(num_ranks=10_001),
         "ScaleJobRequest.num_ranks is 10001; at most 10000 is taken",
     ),
-    "an epoch of which the number of epochs still fits": (
-        rank_pb2.LoopEpochEnded(work=rank_pb2.EpochWork(epoch=2**32 - 2)),
-        rank_pb2.LoopEpochEnded(work=rank_pb2.EpochWork(epoch=2**32 - 1)),
-        "EpochWork.epoch is 4294967295; at most 4294967294 is taken",
-    ),
     "a message in a message": (
         rank_pb2.ConverseRequest(ready=rank_pb2.Ready(device="d" * 255)),
         rank_pb2.ConverseRequest(ready=rank_pb2.Ready(device="d" * 256)),

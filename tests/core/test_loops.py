@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from elche_coordinator import codec
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.describe import JobView, describe_loop
 from elche_coordinator.core.invariants import check_invariants
@@ -228,9 +229,32 @@ def test_the_epochs_of_a_resumed_loop_are_those_of_the_whole_training() -> None:
     loop = Attached(1)
     for epoch in range(5, 12):
         loop.ended_epoch(0, epoch, 100)
+    loop.progress(72, num_epochs=12)
     loop.handle(LoopLeft(**loop.of(0)))
     assert loop.result is not None
     assert (loop.result.epochs, loop.result.committed_samples) == (12, (100,) * 7)
+
+
+@pytest.mark.parametrize("num_epochs", [0, 3])
+def test_the_epochs_of_a_loop_that_numbers_them_from_1_are_as_many_as_there_were(num_epochs: int) -> None:
+    """The summary of `for epoch in range(1, 4)` said 4 epochs."""
+    loop = Attached(1)
+    for epoch in range(1, 4):
+        loop.ended_epoch(0, epoch, 100)
+    loop.progress(30, num_epochs=num_epochs)
+    loop.handle(LoopLeft(**loop.of(0)))
+    assert loop.result is not None
+    assert loop.result.epochs == 3
+
+
+def test_a_loop_whose_epochs_have_the_highest_number_has_a_result_that_can_be_told() -> None:
+    loop = Attached(1)
+    loop.progress(1, num_epochs=2**32 - 1)
+    for _ in range(2):
+        loop.ended_epoch(0, 2**32 - 1, 100)
+    loop.handle(LoopLeft(**loop.of(0)))
+    assert loop.result is not None
+    assert codec.watch_message(loop.result).result.epochs == 2**32 - 1
 
 
 def test_what_one_rank_says_of_epoch_after_epoch_is_not_kept_for_each_of_the_others() -> None:
@@ -340,6 +364,7 @@ def test_a_cancelled_loop_ends_with_its_ranks_or_after_the_grace_time() -> None:
         loop.progress(1)
         told = loop.handle(JobCancelled(job_id=JOB))
         assert [one.rank for one in told if isinstance(one, SendShutdown)] == [0, 1]
+        assert loop.view.eta_s == 0.0, "it trains no more"
         loop.handle(LoopLeft(**loop.of(0)))
         assert loop.result is None
         if leaves:
@@ -349,7 +374,7 @@ def test_a_cancelled_loop_ends_with_its_ranks_or_after_the_grace_time() -> None:
             loop.handle(DeadlinePassed())
         assert loop.result is not None
         assert loop.result.outcome is Outcome.CANCELLED
-        assert loop.view.eta_s == 0.0, "it trains no more"
+        assert loop.view.eta_s == 0.0
 
 
 def test_ranks_of_a_cancelled_loop_have_all_of_the_grace_time_to_leave() -> None:

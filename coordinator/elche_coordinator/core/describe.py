@@ -26,6 +26,8 @@ from elche_coordinator.core.rounds.generation import Generation
 
 MAX_RANKS = 1000
 """Most ranks in a view: views are made every second, and each rank costs time."""
+OVER = (JobPhase.STOPPING, JobPhase.ENDED)
+"""Phases in which nothing is trained any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,9 @@ def describe_loop(loop: Loop, now_s: float) -> JobView:
         state = JobState.PAUSED
     ranks = _describe_ranks(loop, lambda record: record.phase, None, now_s)
     view = _add_loop(_describe(loop, state, loop.reason, ranks, now_s), loop, loop.began_s.get(JobPhase.ENDED, now_s))
-    return replace(view, eta_s=0.0) if loop.result else _with_stalls(view)
+    if loop.phase in OVER:
+        view = replace(view, eta_s=0.0)
+    return view if loop.result else _with_stalls(view)
 
 
 def describe_training(job: ManagedJob, now_s: float) -> JobView:
@@ -129,7 +133,7 @@ def describe_training(job: ManagedJob, now_s: float) -> JobView:
     if run.backend is not None:
         view = replace(view, backend=str(run.backend), backend_name=run.backend.backend)
     if run.training is not None:
-        is_over = run.training.is_complete or job.phase in (JobPhase.STOPPING, JobPhase.ENDED)
+        is_over = run.training.is_complete or job.phase in OVER
         view = _add_training(view, run.training, run.generation, job.began_s.get(JobPhase.ENDED, now_s), is_over)
     if job.result is None:
         return _with_stalls(view)

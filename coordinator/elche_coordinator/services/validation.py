@@ -130,7 +130,6 @@ ALL_CHARACTERS = {"Ready.tensors": MAX_TENSORS_CHARS}
 """Most characters of all texts of a list together, by field, where the bound on the message's size is not enough."""
 INTEGERS = {
     "AddRequest.amount": 2**63,
-    "EpochWork.epoch": 2**32 - 2,  # the number of epochs is one more
     "JobSpec.num_ranks": MAX_RANKS,
     "JobSpec.min_ranks": MAX_RANKS,
     "ScaleJobRequest.num_ranks": MAX_RANKS,

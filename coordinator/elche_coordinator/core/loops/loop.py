@@ -56,7 +56,9 @@ class Loop(Job):
         self.saved_at_s: float | None = None
         """Time at which the newest checkpoint was complete."""
         self.num_epochs = 0
-        """Number of epochs that have ended on all ranks, and of those before the checkpoint at which it was resumed."""
+        """Number of epochs that have ended on all ranks."""
+        self._last_epoch = -1
+        """The highest number of an ended epoch."""
         self.epoch_sizes: list[int] = []
         """Samples of all ranks in each of the newest ended epochs."""
         self._began_s = now_s
@@ -189,7 +191,7 @@ class Loop(Job):
             if record.rank not in ended:
                 self._late[record.rank] = max(epoch, self._late.get(record.rank, epoch))
         num_samples = self._num_done.pop(epoch, 0) or sum(tally.rank_samples.values())
-        self.num_epochs = max(self.num_epochs, epoch) + 1  # those before it, if it was resumed
+        self.num_epochs, self._last_epoch = self.num_epochs + 1, max(self._last_epoch, epoch)
         self.epoch_sizes = [*self.epoch_sizes, num_samples][-MAX_EPOCHS_TOLD:]
         report: EpochReport = tally.report(epoch=epoch, ranks=list(self.ranks), committed=num_samples, dropped=0)
         self.outbox.publish(report)
@@ -250,7 +252,7 @@ class Loop(Job):
         """Adds the loop's figures to the result."""
         return replace(
             result,
-            epochs=self.num_epochs,
+            epochs=self._num_epochs_of_all(),
             metrics=self.metrics,
             samples_per_s=self.samples_per_s,
             dataset_size=self.progress.epoch_size if self.progress else 0,
@@ -261,3 +263,10 @@ class Loop(Job):
             duration_s=self.duration_s,
             checkpoints=tuple(self.checkpoints),
         )
+
+    def _num_epochs_of_all(self) -> int:
+        """Number of ended epochs, with those before the checkpoint at which the loop was resumed. Only where the script
+        has said how many there are, and so has the trainer number them: others may number theirs from 1.
+        """
+        most = self.progress.num_epochs if self.progress else 0
+        return max(self.num_epochs, min(self._last_epoch + 1, most))
