@@ -39,6 +39,7 @@ CHECKPOINTS = "checkpoints"
 CHUNK_BYTES = 1 << 20
 DRAFT = re.compile(r"\..*\.draft")
 MAX_REASON_CHARS = 300
+MAX_SCHEME_CHARS = 40
 HIDDEN = re.compile("KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SIGNATURE", re.IGNORECASE)
 """In names of environment variables whose values no message may contain."""
 MIN_HIDDEN_CHARS = 8
@@ -60,6 +61,19 @@ def problem_of(root: str) -> str:
             f"the {parts.scheme} URL has credentials: leave them to the environment of the workers and the coordinator"
         )
     return ""
+
+
+def check_known(root: str) -> None:
+    """Raises `InvalidJob` for a URL whose scheme fsspec does not know here. Packages of known ones may be missing."""
+    try:
+        from fsspec.registry import known_implementations, registry
+    except ImportError:
+        return
+    scheme, is_url, _ = root.partition("://")
+    if is_url and not is_folder(root) and scheme not in {*known_implementations, *registry}:
+        raise InvalidJob(
+            f"the artifact store cannot be used: fsspec knows no URL that begins with {scheme[:MAX_SCHEME_CHARS]}://"
+        )
 
 
 def check_place(place: str) -> None:

@@ -89,7 +89,14 @@ def test_an_address_that_is_none_or_has_credentials_is_refused_and_not_repeated(
         artifacts(root, {})
 
 
-@pytest.mark.parametrize("place", ["relative", "s3://key:hush@lab/models", "simplecache::file:///etc", "/srv\0"])
+def test_a_kind_of_url_that_is_not_known_is_refused_before_a_job_has_ended() -> None:
+    with pytest.raises(CannotStart, match=r"--artifacts: .* fsspec knows no URL that begins with s4://"):
+        artifacts("s4://lab/models", {})
+
+
+@pytest.mark.parametrize(
+    "place", ["relative", "s3://key:hush@lab/models", "simplecache::file:///etc", "/srv\0", "s4://lab"]
+)
 def test_a_job_cannot_name_what_is_no_store(place: str) -> None:
     with pytest.raises(InvalidJob, match="the artifact store ") as refused:
         check_spec(job_pb2.JobSpec(source="job = 1", artifacts=place))

@@ -20,7 +20,7 @@ from pathlib import PurePath
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from elche.artifacts import CHECKPOINTS, MANIFEST, RECORD, StoreFolder, problem_of, rank_log, reason_of
+from elche.artifacts import CHECKPOINTS, MANIFEST, RECORD, StoreFolder, check_known, problem_of, rank_log, reason_of
 from elche.errors import ElcheError, HostAway, InvalidJob
 from elche.manifest import EMA, WEIGHTS
 from elche.v1 import agent_pb2
@@ -131,6 +131,10 @@ class Artifacts:
         """
         if problem := problem_of(root) if root else "":
             raise CannotStart(f"--artifacts: {problem}")
+        try:
+            check_known(root)  # now, since a store is written to when a job has ended
+        except InvalidJob as error:
+            raise CannotStart(f"--artifacts: {error}") from None
         self._root, self._store = root.rstrip("/"), store
         self._driver, self._catalogue, self._transfers = driver, catalogue, transfers
         rows = store.load_artifacts()

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 
-from elche.artifacts import check_place
+from elche.artifacts import check_known, check_place
 from elche.bundle import check_name, check_path
 from elche.errors import InvalidJob
 from elche.requirements import check_requirements
@@ -37,6 +37,7 @@ def check_spec(spec: job_pb2.JobSpec) -> None:
         raise InvalidJob(f"the priority is from -{MAX_PRIORITY} to {MAX_PRIORITY}, not {spec.priority}")
     check_project(spec.project)
     check_place(spec.artifacts)
+    check_known(spec.artifacts)
     check_conditions(spec.conditions)
     check_requirements(spec.requirements)
     if spec.bundle:
