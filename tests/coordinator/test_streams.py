@@ -482,7 +482,7 @@ def test_a_tape_of_long_events_is_replaced_sooner(tmp_path: Path, monkeypatch: p
             await asyncio.wait_for(one.durable(), 10)
         one.stop()
         with sqlite3.connect(tmp_path / "elche.sqlite") as database:
-            ((num_bytes,),) = database.execute("SELECT sum(length(entries)) FROM tape")
+            ((num_bytes,),) = database.execute("SELECT coalesce(sum(length(entries)), 0) FROM tape")
         assert num_bytes < 70_000
 
     asyncio.run(story())
