@@ -10,7 +10,7 @@ from elche.header import header_digest
 from elche_coordinator.core.jobs import membership
 from elche_coordinator.core.messages.commands import SendAbandon, SendFormGroup, SessionCommand
 from elche_coordinator.core.messages.events import GenerationAbandoned, HeaderReported, ResultReceived
-from elche_coordinator.core.messages.ids import RoundId
+from elche_coordinator.core.messages.ids import Rank, RoundId
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.messages.spec import HeaderRow
 from elche_coordinator.simulator.collective import Fate
@@ -110,6 +110,16 @@ def until_the_next_group(simulation: WatchedSimulation) -> None:
     simulation.run_until(lambda: simulation.generation.abandoned is None and simulation.generation.id > 1)
 
 
+def asked_for_rows(simulation: WatchedSimulation) -> Rank:
+    """Runs until a rank is asked for the rows of headers; returns the rank."""
+
+    def asked() -> list[Rank]:
+        return [one.rank for one in simulation.sent(SendAbandon) if not one.keeps_headers]
+
+    simulation.run_until(lambda: bool(asked()))
+    return asked()[0]
+
+
 @pytest.mark.parametrize(("policy", "averaging"), [("cadence", "blocking"), ("async", "overlapped")])
 @pytest.mark.parametrize(
     "fates", list(itertools.product(Fate, repeat=2)), ids=lambda fates: "-".join(one.name for one in fates)
@@ -129,8 +139,7 @@ def test_who_is_asked_for_the_rows_dies_too(simulate, short) -> None:
     """The next member that has the round is asked."""
     simulation = simulate(ranks(*THREE), sync_ms=20.0, build_ms=10.0)
     round_id = at_the_end_of_a_round(simulation, lambda: simulation.kill(0), Fate.BLOCKS, Fate.RECEIVES, Fate.RECEIVES)
-    simulation.run_until(lambda: any(not one.keeps_headers for one in simulation.sent(SendAbandon)))
-    asked = next(one.rank for one in simulation.sent(SendAbandon) if not one.keeps_headers)
+    asked = asked_for_rows(simulation)
     simulation.kill(asked)
     until_the_next_group(simulation)
     assert [one.round for one in simulation.rounds if one.round == round_id]
@@ -141,8 +150,7 @@ def test_who_is_asked_for_the_rows_dies_too(simulate, short) -> None:
 def test_an_answer_that_comes_again_is_not_taken_for_the_one_with_the_rows(simulate, short) -> None:
     simulation = simulate(ranks(*THREE), sync_ms=20.0, build_ms=10.0)
     round_id = at_the_end_of_a_round(simulation, lambda: simulation.kill(0), Fate.BLOCKS, Fate.RECEIVES, Fate.FAILS)
-    simulation.run_until(lambda: any(not one.keeps_headers for one in simulation.sent(SendAbandon)))
-    asked = next(one.rank for one in simulation.sent(SendAbandon) if not one.keeps_headers)
+    asked = asked_for_rows(simulation)
     simulation.handle(next(one for one in simulation.events(GenerationAbandoned) if one.rank == asked))
     until_the_next_group(simulation)
     assert [one.round for one in simulation.rounds if one.round == round_id]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import click
 from google.protobuf.message import DecodeError
@@ -47,6 +47,15 @@ COMMAND_TYPES = {
 }
 
 
+class How(TypedDict, total=False):
+    """How a run of this machine is made and shown: fields of `LocalRun`."""
+
+    device: str
+    out: Path | None
+    as_json: bool
+    shows_logs: bool
+
+
 def resume_job(job_id: str, options: JobOptions, address: str, *, as_json: bool) -> int:
     """Resumes a job at a coordinator and watches it. Raises `InvalidJob` for what is neither a job nor a folder."""
     if options.num_ranks or options.slow_factors or options.verify_rounds:
@@ -61,10 +70,8 @@ def resume_job(job_id: str, options: JobOptions, address: str, *, as_json: bool)
     return watch(handle.id, address, as_json=as_json)
 
 
-def resume_here(place: str, file: Path | None, options: JobOptions, **how: Any) -> int:
-    """Resumes a training on this machine from a checkpoint, or from the newest one below a folder. `how` are fields of
-    `LocalRun`: `device`, `out`, `as_json`, `shows_logs`.
-    """
+def resume_here(place: str, file: Path | None, options: JobOptions, **how: Unpack[How]) -> int:
+    """Resumes a training on this machine from a checkpoint, or from the newest one below a folder."""
     if "://" in place:
         if file is None:
             raise InvalidJob(f"the job's file is needed too: elche resume {place} FILE")
@@ -215,10 +222,8 @@ def _tell_edited(folder: Path, job_id: str = "*") -> None:
             break
 
 
-def replay_run(folder: Path, options: JobOptions, **how: Any) -> int:
-    """Repeats the rounds of a run on this machine; `how` as for `resume_here`. Raises `InvalidJob` for a folder that
-    cannot be replayed.
-    """
+def replay_run(folder: Path, options: JobOptions, **how: Unpack[How]) -> int:
+    """Repeats the rounds of a run on this machine. Raises `InvalidJob` for a folder that cannot be replayed."""
     try:
         command: dict[str, Any] = json.loads((folder / COMMAND).read_text(encoding="utf-8"))
         recording = (folder / CADENCE).read_bytes()

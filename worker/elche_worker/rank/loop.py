@@ -495,7 +495,7 @@ class RankLoop:
         self._session.send(rank_pb2.ConverseRequest(sync_ack=ack))
 
     def _await_result(self) -> int:
-        """Waits for the round's collective, or ends it with its generation. Returns the generation."""
+        """Waits for the round's collective, aborted if its generation is abandoned; returns that generation."""
         group = self._replica.generations.in_use
         assert group is not None
         generation, control = group.generation, self._control
