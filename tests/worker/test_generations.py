@@ -18,6 +18,7 @@ from torch import nn
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, OperationStuck
 from elche_worker.rank import connect, replica
 from elche_worker.rank.acts import JoinGeneration
+from support.real_processes import eventually
 from support.solo import BATCH_SIZE
 from support.told import Rank, Slow
 
@@ -321,10 +322,8 @@ class Team:
     def process(self, position: int, size: int, how: str) -> subprocess.Popen[bytes]:
         """A member of generation 1 that ends in its second round."""
         script = [sys.executable, str(Path(__file__).parents[1] / "support" / "member.py")]
-        paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-        started = subprocess.Popen(
-            [*script, str(self.store.port), str(position), str(size), how], env={**os.environ, "PYTHONPATH": paths}
-        )
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        started = subprocess.Popen([*script, str(self.store.port), str(position), str(size), how], env=env)
         self._stack.callback(started.wait)
         self._stack.callback(started.kill)
         return started
@@ -396,8 +395,11 @@ def test_survivors_of_a_round_that_a_rank_did_not_end_go_on_without_it(team: Tea
 
 def until_ended(process: subprocess.Popen[bytes], how: str) -> None:
     """Until the process has stopped or killed itself."""
-    kind = os.WSTOPPED if how == "stop" else os.WEXITED
-    os.waitid(os.P_PID, process.pid, kind | os.WNOWAIT)
+    if how == "kill":
+        process.wait()
+        return
+    status = Path(f"/proc/{process.pid}/stat")
+    eventually(lambda: status.read_text().rpartition(")")[2].split()[0] == "T", "it has stopped")
 
 
 def test_a_newcomer_gets_what_the_others_have(team: Team) -> None:

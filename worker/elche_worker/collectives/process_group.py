@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, St
 from elche.errors import InvalidJob
 from elche_worker.collectives.nccl import PATIENCE, Communicator
 from elche_worker.collectives.operations import CollectiveFailed, Collectives
-from elche_worker.collectives.sockets import Address, listening, shut_connections
+from elche_worker.collectives.sockets import Address, ShutConnections, listening
 from elche_worker.device.chunks import chunks
 from elche_worker.model.layout import CPU
 from elche_worker.process.interfaces import listening_address
@@ -62,6 +62,7 @@ class ProcessGroupCollectives(Collectives):
         """Address on which gloo accepts this group's connections, and no other connections; None before it listens."""
         self._others: set[Address] = set()
         """The same of the other ranks."""
+        self._shut = ShutConnections()
         try:
             self._on_host = self._new_gloo(PrefixStore("gloo", store), listening_address(peer, interface))
             self._on_device = (
@@ -123,7 +124,7 @@ class ProcessGroupCollectives(Collectives):
         """
         # gloo first: NCCL's abort may block for as long as its driver does.
         if self._own is not None:
-            shut_connections({self._own}, self._others)
+            self._shut.add({self._own}, self._others)
         if self._on_device is not None:
             self._on_device.abort()
 

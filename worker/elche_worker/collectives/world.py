@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_ti
 from elche.errors import Misuse, PeerLost
 from elche_worker.collectives.calls import END_S, Calls, CallsDiffer
 from elche_worker.collectives.meeting import STORE_OF_TORCHRUN, Meeting
-from elche_worker.collectives.sockets import Address, listening, shut_connections
+from elche_worker.collectives.sockets import Address, ShutConnections, listening
 from elche_worker.device.discovery import Unusable, own_device
 from elche_worker.device.faults import Cause, fault_of
 from elche_worker.device.kinds import NAMES, kind_of
@@ -65,6 +65,7 @@ class World:
         """Addresses on which gloo accepts connections of this process's groups."""
         self._others: set[Address] = set()
         """The same of the other processes."""
+        self._shut = ShutConnections()
         self._host_group: Any = None
         if group is not None and self.size > 1:
             check_default_device()
@@ -179,7 +180,7 @@ class World:
         """
         self._given_up = max(self._given_up, generation)
         if self.is_given_up:
-            shut_connections(self._own, self._others)
+            self._shut.add(self._own, self._others)
 
     def regroup(self, store: Store, *, generation: int, position: int, size: int) -> None:
         """Replaces the present group by a new one of the ranks that are left. Raises `PeerLost`."""
@@ -189,7 +190,7 @@ class World:
             dist.destroy_process_group()
         self.group = self._host_group = None
         self.rank, self.size, self.generation = position, size, generation
-        self._own, self._others = set(), set()
+        self._own, self._others, self._shut = set(), set(), ShutConnections()
         if size == 1:
             self._keep((self.number,))
             return
