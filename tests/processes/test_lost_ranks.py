@@ -48,14 +48,15 @@ import beside
 note("runs", beside.VERSION)
 
 def edited():
-    while sum('"runs"' in notes.read_text() for notes in FOLDER.glob("rank-[0-9]")) < 3:
+    note("has read them")
+    while sum('"has read' in notes.read_text() for notes in FOLDER.glob("rank-[0-9]")) < 3:
         time.sleep(0.02)
     (FOLDER / "beside.py").write_text("VERSION = 2\\n")
     return dataset()
 
 job = dataclasses.replace(job, dataset=edited)
 """
-"""A module is edited when all have imported it, before any is ready."""
+"""A module is edited when all have imported and read it, before any is ready."""
 
 
 @dataclass
