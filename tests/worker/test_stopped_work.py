@@ -173,7 +173,7 @@ def test_records_that_no_coordinator_takes_are_named(left: Path, do: Do, monkeyp
     monkeypatch.setattr(module, "LIMIT_S", 0.0)
     with serving([]) as coordinator:
         assert (
-            f"stays in its folder: no coordinator has accepted it; remove {folder_of(left, 'job')} if none will accept it"
+            f"stays in its folder: no coordinator has accepted it; remove {left}/stopped/job if none will accept it"
             in do(coordinator)
         )
 
