@@ -378,10 +378,8 @@ class TrainStep:
             return f"a batch of {size} samples went through the model in {self.num_parts} parts: lower accumulate"
         if self._job.drop_last:
             return "a batch had 1 sample, though drop_last is set: give all ranks one batch_size, of more than 1"
-        return (
-            "a batch had 1 sample, as the last one of an epoch may: give drop_last=True, which leaves samples out at an "
-            "epoch's end, or another batch_size"
-        )
+        ways = "drop_last=True, which leaves samples out at its end, or another batch_size"
+        return f"a batch had 1 sample, as the last one of an epoch may: give {ways}"
 
     def _memory(self) -> str:
         return f"of {self._device}'s memory {kind_of(self._device).memory(self._device)}"
