@@ -75,9 +75,10 @@ def test_what_a_bug_has_left_behind_belongs_to_the_jobs_that_are_loaded(monkeypa
     def raise_bug(*given: object) -> None:
         raise KeyError
 
-    with monkeypatch.context() as broken, pytest.raises(KeyError):
+    with monkeypatch.context() as broken:
         broken.setattr(one.core._placing, "note", raise_bug)
-        one.handle(JobCancelled(job_id=JobId("a")))
+        with pytest.raises(KeyError):
+            one.handle(JobCancelled(job_id=JobId("a")))
     core, _ = join(one.save().state, one.parts)
     other = JobCancelled(job_id=JobId("none"))
     assert core.handle(other, now_s=3.0) == [], "the job that is loaded was not cancelled"
