@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -42,7 +43,21 @@ def read_quotas(context: click.Context, option: click.Parameter, given: Sequence
     return quotas
 
 
-@click.group(epilog=EXAMPLES, invoke_without_command=True, subcommand_metavar="[COMMAND]")
+class _Program(click.Group):
+    """Tells a wrong usage in one line, as `elche` does, and not with the usage."""
+
+    def main(self, *given: Any, **options: Any) -> Any:
+        try:
+            return super().main(*given, **options | {"standalone_mode": False})
+        except click.ClickException as error:
+            words = error.format_message().rstrip(".")
+            print(f"elche-coordinator: {words}; see `elche-coordinator --help`", file=sys.stderr)
+            sys.exit(2)
+        except click.Abort:  # Ctrl-C
+            sys.exit(130)
+
+
+@click.group(cls=_Program, epilog=EXAMPLES, invoke_without_command=True, subcommand_metavar="[COMMAND]")
 @click.option("--listen", default=DEFAULT_ADDRESS, show_default=True, help="HOST:PORT of the gRPC server.")
 @click.option(
     "--http", default="127.0.0.1:7718", show_default=True, help="HOST:PORT of the page and of /metrics, or 'off'."

@@ -25,6 +25,7 @@ from elche_client.local.check import arguments_of
 from elche_client.local.notifications import Interrupted, ProcessExited, ProcessRestarted
 from elche_client.local.processes import ProcessError, exit_error
 from elche_client.options import JobOptions
+from elche_client.transport.rank_output import RankOutput
 
 ELCHE = [sys.executable, "-m", "elche_client"]
 TESTS = Path(__file__).parents[1]
@@ -315,6 +316,20 @@ def test_a_coordinator_that_is_killed_while_a_job_is_submitted_has_it_once_it_is
     assert len(keys) == 3
     assert len(set(keys)) == 1, "it may have the job already"
     assert "elche: the coordinator was killed by SIGKILL; it is started again" in capsys.readouterr().err.splitlines()
+
+
+def test_what_ranks_print_while_their_job_is_submitted_again_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The coordinator may have had the job when it was killed. Lines of its ranks were dropped meanwhile."""
+    monkeypatch.setattr(job_run, "RESTART_S", 0.01)
+    one, client, _ = asked_to_submit(Unreachable("no coordinator answers"), "handle")
+    one.notifications.put(RankOutput(rank="0", lines=("begins",)))
+    assert one._submit(client, one.options) == "handle"
+    one.notifications.put(RankOutput(rank="0", lines=("ends",)))
+    one.notifications.put(ProcessExited(process="coordinator", code=-signal.SIGKILL, log=None))
+    one._explain(Unreachable("no coordinator answers"))
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["begins", "ends"]
 
 
 def test_a_coordinator_that_is_not_started_again_while_a_job_is_submitted_ends_the_run_at_once(tmp_path: Path) -> None:

@@ -66,6 +66,26 @@ def test_what_was_saved_part_by_part_is_what_was_there() -> None:
     assert core.keys.get("key of c") == "c"
 
 
+def test_what_a_bug_has_left_behind_belongs_to_the_jobs_that_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job that it had reached was saved a second time, and that copy's commands were taken after a restart."""
+    one = Saving()
+    one.submit("a")
+    one.save()
+
+    def raise_bug(*given: object) -> None:
+        raise KeyError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(one.core._placing, "note", raise_bug)
+        with pytest.raises(KeyError):
+            one.handle(JobCancelled(job_id=JobId("a")))
+    core, _ = join(one.save().state, one.parts)
+    other = JobCancelled(job_id=JobId("none"))
+    assert core.handle(other, now_s=3.0) == [], "the job that is loaded was not cancelled"
+    assert core.last_touched == ["a"]
+    assert one.core.handle(other, now_s=3.0), "what this one had decided is done with the next event"
+
+
 def test_a_job_that_is_in_no_part_is_missed() -> None:
     one = Saving()
     one.submit("a")

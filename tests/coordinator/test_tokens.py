@@ -21,7 +21,8 @@ def test_as_many_tokens_as_there_may_be_fit_the_message_that_lists_them(tmp_path
     tokens, longest = IssuedTokens(SqlStore.in_file(tmp_path / "db.sqlite")), "\U00020000" * (MAX_NAME_BYTES // 4)
     with pytest.raises(InvalidJob, match="is too long for a token: it has 129 bytes, of at most 128"):
         tokens.make(longest + "x", Role.VIEWER, expires_s=1e9, made_by="")
-    tokens.make(longest, Role.VIEWER, expires_s=1e9, made_by=longest)
+    tokens.make(longest, Role.VIEWER, expires_s=1e9, made_by="x" + 1000 * longest)  # as of a certificate
+    assert tokens.all()[0].made_by == "x" + longest[:-1]
     nothing: Any = None
     servicer = AccessServicer(Credentials("correct horse battery", tokens), tokens)
     listed = asyncio.run(servicer.ListTokens(access_pb2.ListTokensRequest(), nothing))

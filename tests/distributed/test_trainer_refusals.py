@@ -394,6 +394,11 @@ def raise_on_collate(_: Any) -> Any:
             DataLoader(samples(8), sampler=RandomSampler(samples(8), replacement=True, num_samples=10**10)),
             "RandomSampler would give 10000000000 samples an epoch, of a data set of 8",
         ),
+        # It was len()'s OverflowError.
+        (
+            DataLoader(samples(8), sampler=RandomSampler(samples(8), replacement=True, num_samples=10**20)),
+            "RandomSampler would give 100000000000000000000 samples an epoch, of a data set of 8",
+        ),
     ],
 )
 def test_a_loader_that_cannot_be_split_is_refused(loader: Any, words: str) -> None:

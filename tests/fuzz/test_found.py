@@ -250,7 +250,7 @@ def test_what_a_stopped_rank_has_left_damaged_is_named(tmp_path: Path, left: dic
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / "rank-0.1.json").write_text(json.dumps({**LEFT, **left}))
     with pytest.raises(ValueError, match=r"rank-0\.1\.json is damaged; remove it"):
-        stopped_ranks(tmp_path)
+        stopped_ranks(tmp_path, LEFT["job_id"])
 
 
 def test_a_job_from_a_time_that_no_calendar_has_is_shown() -> None:

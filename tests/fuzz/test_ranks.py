@@ -99,7 +99,7 @@ def test_a_checkpoint_with_any_manifest_is_loaded_or_refused(checkpoint: Path, c
 def test_what_a_stopped_rank_has_left_is_read_or_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / FOLDER).mkdir(exist_ok=True)
     (tmp_path / FOLDER / "rank-0.1.json").write_text(text)
-    tried(lambda: [one.pending for one in stopped_ranks(tmp_path)], OSError, ValueError)
+    tried(lambda: [one.pending for one in stopped_ranks(tmp_path, LEFT["job_id"])], OSError, ValueError)
 
 
 @fuzzed(50)

@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import click
 import pytest
 
 from elche.errors import ElcheError, NotAllowed
 from elche_client import Client
+from elche_coordinator.main import main as coordinator_main
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.storage.store import JobRow
+from elche_worker.agent.main import main as worker_main
 from support.real_processes import LIMIT_S, Cluster, Command, Coordinator, Mark, agent, command, coordinator
 
 JobFile = Callable[..., Path]
@@ -273,3 +276,21 @@ def test_agents_without_the_token(guarded: Coordinator, mark: Mark, tmp_path: Pa
     done = command(mark, "elche_worker.agent", *arguments, cwd=tmp_path)
     assert done.code == 2
     assert "set ELCHE_TOKEN" in done.complaint
+
+
+@pytest.mark.parametrize(
+    ("main", "given", "said"),
+    [
+        (coordinator_main, ["--x"], "elche-coordinator: No such option '--x'; see `elche-coordinator --help`"),
+        (coordinator_main, ["backup"], "elche-coordinator: Missing argument 'FOLDER'; see `elche-coordinator --help`"),
+        (worker_main, ["--x"], "elche-worker: No such option '--x'; see `elche-worker --help`"),
+    ],
+)
+def test_a_wrong_option_of_a_daemon_is_told_in_one_line(
+    main: click.Command, given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was told with the usage, in four lines."""
+    with pytest.raises(SystemExit) as ended:
+        main.main(given)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [said]

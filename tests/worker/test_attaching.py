@@ -1,6 +1,7 @@
 """A loop that becomes a job of a coordinator which is slow to take connections, or is not there."""
 
 import json
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -83,6 +84,28 @@ def test_a_loop_begins_once_the_coordinator_sees_the_end_of_its_ranks() -> None:
         is_seen = attachment._session.is_connected
         attachment.leave(None)
     assert is_seen
+
+
+@pytest.mark.parametrize("is_submitted", [False, True])
+def test_a_script_that_has_closed_its_connections_is_told_so(
+    is_submitted: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As os.closerange does. It heard that the coordinator is away, again and again, and failed without a reason."""
+    world = World(None, torch.device("cpu"))
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with busy() as address, open_channel(address, "") as channel:
+        one = CoordinatorAttachment(
+            "loop", channel, "secret", world, timeline=False, goes_on=False, is_submitted=is_submitted
+        )
+        one._note_away()
+        assert not one.lost
+        os.close(one._open._number)
+        one._note_away()
+        assert bool(codes) == is_submitted
+        assert bool(one.lost) != is_submitted
+        one.leave(None)
+    assert "closed file descriptors that others have opened" in capsys.readouterr().err
 
 
 def test_nobody_waits_where_nothing_listens() -> None:

@@ -1,5 +1,6 @@
 """What a file that defines no job is told."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 
 from elche.errors import HelpShown, InvalidJob
 from elche_worker.model.checkpoint import CheckpointData, CheckpointTarget
+from elche_worker.model.savable import check_state
 from elche_worker.rank.check import check
 from elche_worker.user.loading import UserCodeRaised, load_job
 from support.checkpoint_writer import ABOUT
@@ -156,6 +158,16 @@ def test_a_file_that_sets_a_default_device_is_told_what_to_do_instead() -> None:
             load_job("import torch\ntorch.set_default_device('cpu')\njob = 1", "train.py")
     finally:
         torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("other", ["lambda text, **options: {}", "lambda: 1"])
+def test_a_file_that_replaces_json_is_told_so(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a KeyError of elche's own code, with its traceback."""
+    monkeypatch.setattr(json, "loads", json.loads)
+    with pytest.raises(InvalidJob, match=r"^train.py: the job's code has replaced json.loads or json.dumps by"):
+        load_job(f"import json\njson.loads = {other}\njob = 1", "train.py")
+    with pytest.raises(InvalidJob, match=r"the job's code has replaced json.loads"):
+        check_state([])
 
 
 def test_a_file_that_leaves_its_working_folder_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -351,6 +351,25 @@ def test_where_memory_runs_out_for_good_one_line_has_the_figures(
     assert (figures in capsys.readouterr().err) == backs_off
 
 
+@pytest.mark.parametrize(
+    ("size", "settings", "said"),
+    [
+        (1, {}, "a batch had 1 sample, as the last one of an epoch may: give drop_last=True"),
+        (1, {"drop_last": True}, "a batch had 1 sample, though drop_last is set: give all ranks one batch_size"),
+        (4, {"accumulate": 4}, "a batch of 4 samples went through the model in 4 parts: lower accumulate"),
+    ],
+)
+def test_a_sample_alone_in_batch_norm_is_told_with_what_helps(size: int, settings: dict[str, Any], said: str) -> None:
+    """It was PyTorch's error alone, about the shape of the last batch."""
+    job = replace(JOB, model=lambda: nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)), **settings)
+    model = job.model()
+    step = TrainStep(job, Built(model, job.optimizer(model)), CPU, "train.py")
+    batch = {"pair": Pair(torch.randn(size, 4), torch.randn(size, 1))}
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as raised:
+        step.run(batch, size)
+    assert said in str(describe_raised(raised.value, "train.py"))
+
+
 def test_only_what_has_an_entry_for_each_sample_is_cut() -> None:
     batch = {"x": torch.arange(5), "pair": Pair(torch.zeros(5, 2), torch.zeros(())), "names": list("abcde"), "n": 5}
     (first, first_size), (second, second_size) = split(batch, 5, 2)

@@ -4,6 +4,7 @@ import fcntl
 import json
 import logging
 import queue
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from elche.v1 import rank_pb2, rank_pb2_grpc
 from elche_worker.agent import stopped_work as module
 from elche_worker.agent.job_folders import JobFolders
 from elche_worker.agent.stopped_work import LOCK, submit_stopped_work
-from elche_worker.session.stopped import FOLDER, StoppedRank, claim, stopped_ranks
+from elche_worker.session.stopped import FOLDER, StoppedRank, claim, folder_of, stopped_ranks
 
 Commands = list[rank_pb2.ConverseResponse]
 ROUND, NAME = 7, "epoch-0001-step-00000010"
@@ -155,7 +156,7 @@ def test_what_another_worker_hands_in_is_waited_for_and_not_handed_in_twice(
 ) -> None:
     """Workers with one work folder: who attended at once would say that the ranks, which still speak, are gone."""
     waited: list[bool] = []
-    with serving([order()]) as coordinator, (left / FOLDER / LOCK).open("w") as lock:
+    with serving([order()]) as coordinator, (folder_of(left, "job") / LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
         def wait(condition: Callable[[], bool], until_s: float, is_over: threading.Event) -> None:
@@ -165,14 +166,14 @@ def test_what_another_worker_hands_in_is_waited_for_and_not_handed_in_twice(
         do(coordinator)
         assert waited == [True, True, False], "nothing of its own, and not the other's lock"
         assert coordinator.all_told() == []
-    assert list((left / FOLDER).glob("*.json")), "its records are the other's"
+    assert list(folder_of(left, "job").glob("*.json")), "its records are the other's"
 
 
 def test_records_that_no_coordinator_takes_are_named(left: Path, do: Do, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LIMIT_S", 0.0)
     with serving([]) as coordinator:
         assert (
-            f"stays in its folder: no coordinator has accepted it; remove {left / FOLDER} if none will accept it"
+            f"stays in its folder: no coordinator has accepted it; remove {left}/stopped/job if none will accept it"
             in do(coordinator)
         )
 
@@ -191,7 +192,7 @@ def test_what_the_coordinator_has_heard_of_stays_if_the_worker_ends_before_its_o
     with serving([]) as coordinator:
         submit_stopped_work(coordinator.address, "", JobFolders(left.parent), is_over)
         assert coordinator.all_told() == ["stopped"]
-    assert list((left / FOLDER).glob("*.json")), "the next worker hands it in"
+    assert list(folder_of(left, "job").glob("*.json")), "the next worker hands it in"
 
 
 def test_a_round_that_is_given_up_is_given_up_by_ranks_that_have_stopped(left: Path, do: Do) -> None:
@@ -222,7 +223,7 @@ def test_a_draft_that_cannot_be_read_is_told_to_the_coordinator(left: Path, do: 
 
 
 def test_records_that_are_damaged_are_named_and_keep_no_worker_from_starting(left: Path, do: Do) -> None:
-    (record,) = (left / FOLDER).glob("*.json")
+    (record,) = folder_of(left, "job").glob("*.json")
     record.write_text('{"job_id": "job"}')
     with serving([order()]) as coordinator:
         assert f"{left}: the work that stopped ranks left cannot be read: " in do(coordinator)
@@ -231,18 +232,54 @@ def test_records_that_are_damaged_are_named_and_keep_no_worker_from_starting(lef
 
 def test_each_process_leaves_a_whole_record_that_nobody_else_may_read(left: Path) -> None:
     """It has the rank's secret."""
-    (first,) = stopped_ranks(left)
+    (first,) = stopped_ranks(left, "job")
     again = replace(first, incarnation=2)
     again.save(left)
     with pytest.raises(TypeError):
         replace(first, incarnation=3, messages=[object()]).save(left)  # type: ignore[list-item]  # ends within it
-    assert stopped_ranks(left) == [first, again]
-    assert not any(path.stat().st_mode & 0o077 for path in (left / FOLDER, *(left / FOLDER).iterdir()))
+    assert stopped_ranks(left, "job") == [first, again]
+    assert not any(path.stat().st_mode & 0o077 for path in (left / FOLDER, *(left / FOLDER).rglob("*")))
 
 
 def test_one_rank_of_a_folder_writes_the_result_of_a_round(tmp_path: Path) -> None:
     asked = [(1, 7), (1, 7), (1, 8), (2, 7), (2, 7)]
-    assert [claim(tmp_path, *one) for one in asked] == [True, False, True, True, False]
+    assert [claim(tmp_path, "job", *one) for one in asked] == [True, False, True, True, False]
+
+
+def left_by_another(left: Path) -> StoppedRank:
+    """What the first rank of another job in this output folder has left, as an earlier version did."""
+    (one,) = stopped_ranks(left, "job")
+    other = replace(one, job_id="other", draft="")
+    other.save(left)
+    (record,) = folder_of(left, "other").glob("*.json")
+    record.rename(left / FOLDER / record.name)
+    folder_of(left, "other").rmdir()
+    JobFolders(left.parent).remember("other", left)
+    return other
+
+
+def test_what_another_job_has_left_in_one_output_folder_stays(left: Path, do: Do) -> None:
+    """The first job that was handed in removed the other's records, which had the same names."""
+    other = left_by_another(left)
+    assert claim(left, "job", 1, 7)
+    assert claim(left, "other", 1, 7), "each job has its own result"
+    shutil.rmtree(left.parent / "agents")
+    JobFolders(left.parent).remember("job", left)
+    with serving([order()]) as coordinator:
+        assert "job=job goes on from" in do(coordinator)
+    assert not folder_of(left, "job").exists()
+    assert stopped_ranks(left, "other") == [other]
+
+
+def test_two_jobs_of_one_output_folder_are_handed_in_at_once(left: Path, do: Do) -> None:
+    """The second one waited for the lock that its own worker had for the first."""
+    left_by_another(left)
+    with serving([order()]) as coordinator:
+        said = do(coordinator)
+        assert sorted(coordinator.all_told()) == ["checkpoint_failed", "checkpoint_saved", "stopped", "stopped"]
+    assert "job=job goes on from" in said
+    assert "job=other" in said
+    assert not (left / FOLDER).exists()
 
 
 def test_a_coordinator_that_does_not_answer_is_named(left: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -194,7 +194,7 @@ class LocalRun:
                 if time.monotonic() >= give_up_s:
                     raise
             with suppress(TimeoutError):
-                wait_for_result(self.notifications, self._tell_restart, _early_end, timeout_s=RESTART_S)
+                wait_for_result(self.notifications, self._tell, _early_end, timeout_s=RESTART_S)
 
     def _write_command(self, folder: Path, source: str, options: JobOptions) -> None:
         """Writes the arguments of this run for `elche replay` and `elche resume`."""
@@ -223,12 +223,16 @@ class LocalRun:
         """Prints output of the ranks that was not shown before they exited."""
         if self._log_tail is None:
             return
-        from elche_client.display.progress import printed_text
-
         late = self._log_tail.stop()
         waiting = [self.notifications.get_nowait() for _ in range(self.notifications.qsize())]
         for printed in (*(one for one in waiting if isinstance(one, RankOutput)), *late):
-            click.echo(printed_text(printed), err=self.as_json or self.as_events)
+            self._print(printed)
+
+    def _print(self, printed: RankOutput) -> None:
+        """Prints output of a rank while no progress is shown."""
+        from elche_client.display.progress import printed_text
+
+        click.echo(printed_text(printed), err=self.as_json or self.as_events)
 
     def _hint(self, *, was_refused: bool = False) -> str:
         """The command that resumes from the run's newest checkpoint, or else from the one with which it began, unless
@@ -369,6 +373,13 @@ class LocalRun:
             except Interrupted as interrupted:
                 return self._save_and_cancel([handle], show, interrupted), interrupted.exit_code
 
+    def _tell(self, event: Shown) -> None:
+        """Shows what comes while no job is followed: the ranks of one that is submitted again may run already."""
+        self._record(event)
+        self._tell_restart(event)
+        if isinstance(event, RankOutput):
+            self._print(event)
+
     def _tell_restart(self, event: Shown) -> None:
         if isinstance(event, ProcessRestarted):
             print_notice(f"the {event.process} was killed by {signal_name(event.number)}; it is started again")
@@ -436,7 +447,7 @@ class LocalRun:
     def _explain(self, error: Unreachable) -> ElcheError:
         """The error to show if the coordinator does not answer: its own exit, if it has exited."""
         try:
-            wait_for_result(self.notifications, self._record, _early_end, timeout_s=EXPLANATION_TIMEOUT_S)
+            wait_for_result(self.notifications, self._tell, _early_end, timeout_s=EXPLANATION_TIMEOUT_S)
         except ProcessError as ended:
             return ended
         except (TimeoutError, Unreachable):

@@ -59,7 +59,8 @@ class IssuedTokens:
             role=role,
             made_at=made_at,
             expires_at=expires_at,
-            made_by=made_by,
+            # a certificate has names of any length
+            made_by=made_by.encode()[:MAX_NAME_BYTES].decode(errors="ignore"),
         )
         # Durable first: a token that works must work after a restart, too.
         self._store.add_token(token)

@@ -90,8 +90,10 @@ class Coordinator:
         self._next_incarnation = 1
         """Larger than every incarnation given out so far, so that a number never names two processes."""
         self._now_s = 0.0
-        self._touched: dict[JobId, Job] = {}
-        """Jobs that the present event names or changes; their commands are taken once it has been handled."""
+        self._touched: dict[JobId, None] = {}
+        """Jobs that the present event names or changes; their commands are taken once it has been handled. If it meets
+        a bug, the next event takes those of all that it had reached. Ids, since the jobs may be loaded in between.
+        """
         self.last_touched: list[JobId] = []
         """Jobs that the last event named or changed."""
         self.at_work: JobId | None = None
@@ -115,8 +117,8 @@ class Coordinator:
         try:
             self._take_in(event)
         except Refused as refused:
-            for job in self._touched.values():  # an event that a phase table refuses concerns one job
-                job.outbox.refuse(refused.trigger, refused.state, "the phase has no place for it")
+            for job_id in self._touched:  # an event that a phase table refuses concerns one job
+                self.jobs[job_id].outbox.refuse(refused.trigger, refused.state, "the phase has no place for it")
         # Before slots are given: `place` goes by the queue and by who holds slots, as the event has left them.
         for job_id in self._touched:
             self._note_placed(job_id)
@@ -124,7 +126,8 @@ class Coordinator:
             self._may_place = False
             self._placing.place(self.fleet, self.quotas, now_s)
             self.asked = self._placing.asked
-        touched, self._touched = self._touched, {}
+        touched = {job_id: self.jobs[job_id] for job_id in self._touched if job_id in self.jobs}
+        self._touched = {}
         self.last_touched = list(touched)
         self.last_refusals = [refusal for job in touched.values() for refusal in job.outbox.take_refusals()]
         for job in touched.values():
@@ -477,7 +480,7 @@ class Coordinator:
         handled.
         """
         if (job := self.jobs.get(job_id)) is not None:
-            self._touched[job_id] = job
+            self._touched[job_id] = None
         return job
 
     def _touch_placed(self, job_id: JobId) -> PlacedJob | None:

@@ -50,7 +50,21 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES)
+class _Program(click.Command):
+    """Tells a wrong usage in one line, as `elche` does, and not with the usage."""
+
+    def main(self, *given: Any, **options: Any) -> Any:
+        try:
+            return super().main(*given, **options | {"standalone_mode": False})
+        except click.ClickException as error:
+            words = error.format_message().rstrip(".")
+            print(f"elche-worker: {words}; see `elche-worker --help`", file=sys.stderr)
+            sys.exit(2)
+        except click.Abort:  # Ctrl-C
+            sys.exit(130)
+
+
+@click.command(cls=_Program, epilog=EXAMPLES)
 @click.option(
     "--coordinator",
     envvar="ELCHE_COORDINATOR",

@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -30,7 +30,7 @@ from elche.v1 import rank_pb2
 from elche_worker.agent.job_folders import JobFolders
 from elche_worker.session.outbound import LOG_EVERY_S, MAX_RETRY_S
 from elche_worker.session.session import LOST, Session
-from elche_worker.session.stopped import FOLDER, StoppedRank, stopped_ranks
+from elche_worker.session.stopped import StoppedRank, folder_of, stopped_ranks
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def submit_stopped_work(coordinator: str, tls: str, folders: JobFolders, is_over
     records. Returns at once if there are none, and when `is_over` is set.
     """
     found = {job: folder for job in folders.newest() if (folder := folders.find(job)) is not None}
-    left = {job: folder for job, folder in found.items() if _left_in(folder)}
+    left = {job: folder for job, folder in found.items() if _left_by(job, folder)}
     if not left:
         return
     for job_id, folder in left.items():
@@ -66,9 +66,9 @@ def _submit_now(channel: grpc.Channel, left: dict[str, Path], is_over: threading
     with ExitStack() as locks:
         jobs = []
         for job_id, folder in left.items():
-            if not locks.enter_context(_locked(folder)):
-                others.append(folder)
-            elif ranks := _left_in(folder):  # another worker may have handed them in by now
+            if not locks.enter_context(_locked(folder_of(folder, job_id))):
+                others.append(folder_of(folder, job_id))
+            elif ranks := _left_by(job_id, folder):  # another worker may have handed them in by now
                 jobs.append(_Job(job_id, folder, [_Ghost(channel, rank) for rank in ranks]))
         _wait(lambda: all(one.has_sent_all for one in jobs), until_s, is_over)
         for one in jobs:
@@ -80,11 +80,11 @@ def _submit_now(channel: grpc.Channel, left: dict[str, Path], is_over: threading
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
+def _locked(records: Path) -> Iterator[bool]:
     """Context with the lock of a job's records: True unless another worker has it, or where there are no locks."""
     file, is_mine = None, True
     try:
-        file = os.open(folder / FOLDER / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        file = os.open(records / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         is_mine = not isinstance(error, BlockingIOError)
@@ -95,16 +95,16 @@ def _locked(folder: Path) -> Iterator[bool]:
             os.close(file)
 
 
-def _is_free(folder: Path) -> bool:
-    if not (folder / FOLDER / LOCK).exists():  # they have been handed in
+def _is_free(records: Path) -> bool:
+    if not (records / LOCK).exists():  # they have been handed in
         return True
-    with _locked(folder) as is_mine:
+    with _locked(records) as is_mine:
         return is_mine
 
 
-def _left_in(folder: Path) -> list[StoppedRank]:
+def _left_by(job_id: str, folder: Path) -> list[StoppedRank]:
     try:
-        return stopped_ranks(folder)
+        return stopped_ranks(folder, job_id)
     except (OSError, ValueError) as error:
         log.warning("%s: the work that stopped ranks left cannot be read: %s", folder, error)
         return []
@@ -239,7 +239,7 @@ class _Job:
         for one in self._ghosts:
             one.session.close()
         if not path and (is_over or not is_reported):
-            left = self._folder / FOLDER
+            left = folder_of(self._folder, self._id)
             what_to_do = (
                 f"remove {left} if none will accept it: until then each start of a worker here waits {LIMIT_S:.0f} s"
             )
@@ -252,7 +252,9 @@ class _Job:
         for one in self._ghosts:
             if one.left.draft:
                 shutil.rmtree(one.left.draft, ignore_errors=True)
-        shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
+        shutil.rmtree(folder_of(self._folder, self._id), ignore_errors=True)
+        with suppress(OSError):  # another job's are in it
+            folder_of(self._folder, self._id).parent.rmdir()
         if path:
             log.info("job=%s goes on from %s, which its stopped ranks left", self._id, path)
             return

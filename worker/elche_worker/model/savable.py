@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from elche.errors import InvalidJob
 from elche_worker.model.tensors import can_hold, described, flattened, is_plain, unflattened
+from elche_worker.user.loading import check_json
 
 
 @torch.no_grad()
@@ -115,6 +116,7 @@ def check_savable(model: nn.Module, without: Iterable[str] = ()) -> None:
 
 def check_state(optimizers: Sequence[Optimizer]) -> None:
     """Raises `InvalidJob` for an optimizer without a `state_dict`, or with a value that no checkpoint can hold."""
+    check_json()  # as model() may have replaced it
     tensors: dict[str, torch.Tensor] = {}
     state: list[Any] = []
     for one in optimizers:

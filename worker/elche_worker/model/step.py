@@ -31,6 +31,9 @@ SHORT_BATCHES = 800
 trainings, docs/convergence.md longer ones.
 """
 
+ALONE = "Expected more than 1 value per channel when training"
+"""The beginning of PyTorch's error for a single sample in BatchNorm."""
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The setting `precision` as the dtype of autocast."""
 
@@ -354,9 +357,13 @@ class TrainStep:
 
     @contextmanager
     def _explaining_figures(self, size: int) -> Iterator[None]:
-        """Adds memory figures and advice to an out-of-memory error."""
+        """Adds memory figures and advice to an out-of-memory error, and advice to BatchNorm's on a single sample."""
         try:
             yield
+        except ValueError as error:
+            if str(error).startswith(ALONE):
+                error.add_note(self._why_alone(size))
+            raise
         except Exception as error:
             if is_out_of_memory(error):
                 can = "" if self._backs_off or self._job.manual_optimization else ', give batch_size="auto"'
@@ -364,6 +371,15 @@ class TrainStep:
                 where = f"at a batch of {size} samples{parts}; {self._memory()}"
                 error.add_note(f"{where}: lower batch_size{can}, or make the model smaller")
             raise
+
+    def _why_alone(self, size: int) -> str:
+        """How a sample comes to be alone in a batch, or in a part of one, and what helps."""
+        if self.num_parts > 1 and size > 1:
+            return f"a batch of {size} samples went through the model in {self.num_parts} parts: lower accumulate"
+        if self._job.drop_last:
+            return "a batch had 1 sample, though drop_last is set: give all ranks one batch_size, of more than 1"
+        ways = "drop_last=True, which leaves samples out at its end, or another batch_size"
+        return f"a batch had 1 sample, as the last one of an epoch may: give {ways}"
 
     def _memory(self) -> str:
         return f"of {self._device}'s memory {kind_of(self._device).memory(self._device)}"

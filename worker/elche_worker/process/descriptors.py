@@ -2,6 +2,9 @@
 
 import os
 
+CLOSED = "the job's code has closed file descriptors that others have opened, as os.closerange does"
+"""Why a process can never connect again."""
+
 
 class OpenDescriptor:
     """A file descriptor that is open for as long as the process, unless somebody closes all."""

@@ -54,7 +54,7 @@ from elche_worker.model.step import (
     possible_precision,
     why_mean,
 )
-from elche_worker.process.descriptors import OpenDescriptor
+from elche_worker.process.descriptors import CLOSED, OpenDescriptor
 from elche_worker.process.ending import end, forget_handlers
 from elche_worker.process.leaving import ALONE_AFTER_S, leave_on_sigterm
 from elche_worker.rank.bundle import enter_folder
@@ -163,10 +163,7 @@ def _note_away(control: Control, mark: OpenDescriptor) -> None:
     for the coordinator for as long as that may be away.
     """
     if mark.was_closed:
-        notice(
-            "this rank has failed: the job's code has closed file descriptors that others have opened, as "
-            "os.closerange does"
-        )
+        notice(f"this rank has failed: {CLOSED}")
         os._exit(1)
     control.note_news()
 

@@ -518,14 +518,19 @@ class Replica:
         if act.calls_back:
             self.checkpoints.capture_late(act.round, self._round_held)
         with self._result_in_model(), self.loader.still():
-            if act.evaluates:
-                done = self._evaluate(act)
-                if on_evaluated is not None:
-                    on_evaluated(done)
+            # Before the evaluation, whose failure ends the job: what it evaluates can then be resumed.
             if act.calls_back:
                 self.callbacks.call(self._job.checkpoint_fn, act.version, self.model)
                 # Written after the callback: the job may end once its checkpoint is written.
                 self.resolve_checkpoint(ResolveCheckpoint(act.round, act.version, is_written=True), write)
+            if act.evaluates:
+                try:
+                    done = self._evaluate(act)
+                except Exception:
+                    self.checkpoints.writer.finish()
+                    raise
+                if on_evaluated is not None:
+                    on_evaluated(done)
             if act.saves_final:
                 self._save_final()
 
@@ -550,7 +555,7 @@ class Replica:
         is_mine = not self.own_state.objects or self.launch.rank == 0
         if not held or group is None or not is_mine or self.replica_group.size > 1 or not target.is_local:
             return 0, ""
-        if not claim(Path(self.launch.output_dir), group.attempt, held):
+        if not claim(Path(self.launch.output_dir), self.launch.job_id, group.attempt, held):
             return 0, ""
         return held, str(self.checkpoints.write_draft(held))
 

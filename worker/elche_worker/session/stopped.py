@@ -12,7 +12,14 @@ from elche.v1 import rank_pb2
 from elche_worker.session.outbound import Pending
 
 FOLDER = "stopped"
-"""Folder of such records in a job's output folder."""
+"""Folder in an output folder, which jobs may share; each has a folder of its records in it. Earlier versions had the
+records in this folder itself.
+"""
+
+
+def folder_of(output_dir: Path, job_id: str) -> Path:
+    """The folder of a job's records."""
+    return output_dir / FOLDER / job_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +61,8 @@ class StoppedRank:
 
     def save(self, output_dir: Path) -> None:
         """Writes the record, whole or not at all. Raises `OSError`."""
-        path = output_dir / FOLDER / f"rank-{self.rank}.{self.incarnation}.json"
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder_of(output_dir, self.job_id) / f"rank-{self.rank}.{self.incarnation}.json"
+        _make(path.parent)
         draft = path.with_suffix(".draft")
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
             json.dump(asdict(self), file)
@@ -64,10 +71,14 @@ class StoppedRank:
         draft.replace(path)
 
 
-def stopped_ranks(output_dir: Path) -> list[StoppedRank]:
-    """The records in a job's output folder. Raises `OSError`, and `ValueError` for a damaged one."""
-    paths = sorted((output_dir / FOLDER).glob("*.json"))
-    return [_read(path) for path in paths]
+def stopped_ranks(output_dir: Path, job_id: str) -> list[StoppedRank]:
+    """The job's records in its output folder. Raises `OSError`, and `ValueError` for a damaged one."""
+    folder = folder_of(output_dir, job_id)
+    for path in folder.parent.glob("*.json"):  # of an earlier version
+        if _read(path).job_id == job_id:
+            _make(folder)
+            path.replace(folder / path.name)
+    return [_read(path) for path in sorted(folder.glob("*.json"))]
 
 
 def _read(path: Path) -> StoppedRank:
@@ -79,11 +90,17 @@ def _read(path: Path) -> StoppedRank:
     return rank
 
 
-def claim(output_dir: Path, attempt: int, round_id: int) -> bool:
-    """True for the first rank that asks in this folder: it writes the result for all. Raises `OSError`."""
-    (output_dir / FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
+def claim(output_dir: Path, job_id: str, attempt: int, round_id: int) -> bool:
+    """True for the job's first rank that asks in this folder: it writes the result for all. Raises `OSError`."""
+    folder = folder_of(output_dir, job_id)
+    _make(folder)
     try:
-        (output_dir / FOLDER / f"attempt-{attempt}-round-{round_id}").mkdir()
+        (folder / f"attempt-{attempt}-round-{round_id}").mkdir()
     except FileExistsError:
         return False
     return True
+
+
+def _make(folder: Path) -> None:
+    for one in (folder.parent, folder):
+        one.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ from elche.v1 import rank_pb2, rank_pb2_grpc
 from elche_worker.collectives.calls import CallsDiffer
 from elche_worker.collectives.store import CoordinatorStore
 from elche_worker.collectives.world import World, model_name
+from elche_worker.process.descriptors import CLOSED, OpenDescriptor
 from elche_worker.session.launch import Launch
 from elche_worker.session.script import trim
 from elche_worker.session.session import Session, sendable
@@ -97,7 +98,8 @@ class CoordinatorAttachment(Attachment):
         self._clock: tuple[float, float] | None = None
         """(sent, received): times of the last clock message by the coordinator's and by this host's clock, in s."""
         # After all that commands write: they are received on the session's thread from here on.
-        self._session = Session(channel, secret, on_command=self._receive, on_lost=self._lose)
+        self._open = OpenDescriptor()
+        self._session = Session(channel, secret, on_command=self._receive, on_lost=self._lose, on_away=self._note_away)
         send_events_to(self._session.report_event)
         self._gauges = GaugeSampler(world.device)
         self._is_device = world.device.type != "cpu"
@@ -265,6 +267,18 @@ class CoordinatorAttachment(Attachment):
             self.operator.changed.notify_all()
         if not self.operator.cancelled and not self._is_leaving:
             notice(f"rank {self._world.rank}: {reason}; training goes on without it")
+
+    def _note_away(self) -> None:
+        """Ends a submitted script that can never connect again: its agent would end it, too, after a time of silence.
+        Called on the session's thread.
+        """
+        if not self._open.was_closed:
+            return
+        if self._is_submitted:
+            notice(f"this rank has failed: {CLOSED}")
+            os._exit(1)
+        elif not self.lost:
+            self._lose(f"the coordinator cannot be reached any more, as {CLOSED}")
 
     def next_group(self, generation: int, reason: str) -> NextGroup | None:
         if self.lost or not self._goes_on:

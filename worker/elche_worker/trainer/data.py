@@ -409,7 +409,8 @@ def check_loader(loader: Any) -> str:
         )
     if not isinstance(loader.sampler, Sized):
         return f"{type(loader.sampler).__name__} has no length: {END_IT}"
-    num_samples, length = len(loader.dataset), len(loader.sampler)  # type: ignore[arg-type]  # map-style
+    num_samples = len(loader.dataset)  # type: ignore[arg-type]  # map-style
+    length = loader.sampler.__len__()  # not len(), which raises above 2**63
     if not num_samples:
         return "the data set of the loader is empty"
     if length > max(MANY_SAMPLES, LONGEST_EPOCH * num_samples):

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import linecache
 import os
 import re
@@ -261,6 +262,20 @@ def _exception_only(error: BaseException) -> list[str]:
         return [f"{type(error).__name__}: {message_of(error)}"]
 
 
+def check_json() -> None:
+    """Raises `InvalidJob` if user code has put other functions into the module `json`, which elche calls, too."""
+    value = {"a": [1, 0.5, None, "b"]}
+    try:
+        is_same = json.loads(json.dumps(value)) == value
+    except Exception:
+        is_same = False
+    if not is_same:
+        raise InvalidJob(
+            "the job's code has replaced json.loads or json.dumps by a function that does something else, and all "
+            "libraries call these: give that function a name of its own"
+        )
+
+
 def _job_of(module: ModuleType, file_name: str, name: str = "job") -> JobDefinition:
     add_flush()
     chosen = torch.get_default_device()
@@ -270,6 +285,10 @@ def _job_of(module: ModuleType, file_name: str, name: str = "job") -> JobDefinit
             "rank puts model and batches on its own device: leave it out, and make other tensors where a batch is "
             "(device=batch.device), or `with torch.device(...)` inside a function"
         )
+    try:
+        check_json()
+    except InvalidJob as error:
+        raise InvalidJob(f"{file_name}: {error}") from None
     job = getattr(module, name, None)
     if job is None:
         others = [other for other, value in vars(module).items() if isinstance(value, JobDefinition)]

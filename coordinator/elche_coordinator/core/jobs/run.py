@@ -146,9 +146,11 @@ class Run:
             self._outbox.publish(
                 MembershipReport(rank=record.rank, text=f"begins, but {older}", num_ranks=len(ranks), is_back=True)
             )
-        if training.is_complete and not self.startup.has_gone_back:
+        if training.is_complete and not self.startup.has_gone_back and not training.owes_first_evaluation:
             return Failure(nothing_to_train(self._spec.resume), invalid=True)
-        return None  # of a job that has gone back to the end of its training, the first round makes the final model
+        # of a job that has gone back to the end of its training, or whose `evaluate` had failed there, the first round
+        # makes the final model
+        return None
 
     def _choose_backend(self, members: RankRecords) -> Choice:
         """Chooses the backend for these ranks."""
