@@ -15,6 +15,7 @@ from elche_coordinator.core.messages.events import (
     Event,
     GenerationAbandoned,
     GroupFormed,
+    RankReady,
     ResultReceived,
     RoundEntered,
 )
@@ -70,6 +71,12 @@ def test_what_a_rank_says_costs_as_much_among_many_as_among_few(from_round: int)
     few, many = (lines_by_event(number, from_round=from_round) for number in (FEW, MANY))
     for kind in (BatchesTrained, RoundEntered, ResultReceived):
         assert many[kind] < 1.5 * few[kind], kind
+
+
+def test_a_rank_that_is_ready_costs_as_much_among_many_as_among_few() -> None:
+    """With each, slots were given anew, for which all slots and the ranks on them were counted."""
+    few, many = (lines_by_event(number, from_round=0) for number in (FEW, MANY))
+    assert many[RankReady] < 1.5 * few[RankReady]
 
 
 def test_what_a_death_costs_the_others_does_not_grow_with_the_square_of_their_number() -> None:
