@@ -42,8 +42,9 @@ SAVE_EVERY = 2000
 SAVE_BYTES = 32 << 20
 """Bytes of written events after which fewer are enough."""
 SAVE_FRACTION = 0.05
-"""Time that saving states may take, as a fraction of that for events. To repeat events takes about as long as they took,
-so that a coordinator which starts does so for about twenty times a save."""
+"""Time that saving states may take, as a fraction of that for events. To repeat events takes about as long as they
+took, so that a coordinator which starts does so for about twenty times a save.
+"""
 MAX_REASON_CHARS = 300
 """Most characters of a reason in the log: a broken rule may name all leases of an epoch."""
 
