@@ -4,7 +4,9 @@ import asyncio
 import sqlite3
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ from elche.v1 import agent_pb2, rank_pb2
 from elche_coordinator import codec
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.life.hangs import Duty
+from elche_coordinator.core.messages.commands import Command
 from elche_coordinator.core.messages.events import (
     AgentJoined,
+    Event,
     GroupFormed,
     JobSubmitted,
     LoopAttached,
@@ -32,11 +36,14 @@ from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
 from elche_coordinator.services.sessions import attend, open_session
 from elche_coordinator.storage import tape
+from elche_coordinator.storage.snapshots import Snapshots
 from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.storage.store import SavedState
 from elche_coordinator.streams import presence, streams
 from elche_coordinator.streams.send_queue import SendQueue
 from elche_coordinator.streams.streams import Secrets, Stream, Superseded
 from support.clusters import Cluster
+from support.effort import lines_run
 
 HELLO = agent_pb2.AgentHello(host="host", slots=[agent_pb2.Slot(device="cpu")] * 2, identity="an agent")
 RANK: Address = {"job_id": JobId("job"), "rank": Rank(0), "incarnation": Incarnation(1)}
@@ -415,6 +422,45 @@ def test_of_a_loop_whose_ranks_are_all_cut_off_nobody_is_lost_at_once(
     asyncio.run(story())
 
 
+def test_ranks_that_go_with_their_host_are_not_all_counted_with_each(tmp_path: Path) -> None:
+    """Each of a thousand looked at all of them, and began a grace time of the host that would do so again: the end of a
+    host took seconds of the event loop.
+    """
+
+    def lines_and_timers(num_ranks: int) -> tuple[int, int]:
+        found: list[int] = []
+
+        async def story() -> None:
+            driver, loop = start(tmp_path / str(num_ranks)), asyncio.get_running_loop()
+            hello = agent_pb2.AgentHello(host="host", slots=[agent_pb2.Slot(device="cpu")] * num_ranks, identity="one")
+            agent_id, agents, to_agent = attend(driver, hello)
+            spec = JobSpec(name="job", source_hash="", file_name="job.py", num_ranks=num_ranks)
+            driver.handle(JobSubmitted(job_id=JobId("job"), spec=spec, submitted_at=1.0))
+            opened = [(one, open_session(driver, one, 0)) for one in driver.core.addresses(JobId("job"))]
+            assert agents.disconnect(to_agent)
+            driver.presence.on_agent_away(agent_id)
+
+            def go(address: Address, queue: SendQueue[Any] | None) -> None:
+                stream = driver.streams.of_rank(address)
+                assert stream is not None
+                assert stream.disconnect(queue)
+                driver.presence.on_rank_away(address)
+
+            before = len(loop._scheduled)  # type: ignore[attr-defined]
+            found.append(lines_run(lambda: [go(*one) for one in opened]))
+            found.append(len(loop._scheduled) - before)  # type: ignore[attr-defined]
+            driver.stop()
+
+        (tmp_path / str(num_ranks)).mkdir()
+        asyncio.run(story())
+        lines, timers = found
+        return lines, timers
+
+    (few, _), (many, timers) = lines_and_timers(20), lines_and_timers(160)
+    assert many < 1.5 * 8 * few
+    assert timers == 161, "a grace time of each rank, and a shorter one of the host"
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_host_is_awaited_if_a_job_has_ranks_elsewhere(num_ranks: int) -> None:
     cluster = Cluster(1)
@@ -507,6 +553,46 @@ def test_a_saved_state_replaces_the_tape(tmp_path: Path, monkeypatch: pytest.Mon
         assert len(recorded.entries) < 25
 
     asyncio.run(story())
+
+
+def test_a_restarted_coordinator_repeats_for_no_longer_than_a_few_saves_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save waited for a hundred times its own time by the clock, in which a thousand ranks said what then took five
+    seconds to repeat.
+    """
+    now_s = 1.0
+    saved: list[int] = []
+    handle, take = Coordinator.handle, Snapshots.take
+
+    def handle_for_10_ms(core: Coordinator, event: Event, *, now_s: float) -> list[Command]:
+        pass_by(0.01)
+        return handle(core, event, now_s=now_s)
+
+    def take_for_20_ms(snapshots: Snapshots, last: int, code: str) -> SavedState:
+        pass_by(0.02)
+        saved.append(last)
+        return take(snapshots, last, code)
+
+    def pass_by(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    monkeypatch.setattr(tape, "SAVE_EVERY", 10)
+    monkeypatch.setattr(tape, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(Coordinator, "handle", handle_for_10_ms)
+    monkeypatch.setattr(Snapshots, "take", take_for_20_ms)
+
+    async def story() -> None:
+        driver = start_with_job(tmp_path, 1)
+        opened(driver)
+        for _ in range(200):
+            driver.handle(UserEventRecorded(**RANK, text="said"))
+        driver.stop()
+
+    asyncio.run(story())
+    assert {later - one for one, later in pairwise(saved)} <= {40, 41}, "twenty times a save, or what rounding adds"
+    assert len(saved) == 5
 
 
 def test_what_a_rank_says_in_each_round_is_told_to_be_taken_together(

@@ -47,6 +47,15 @@ def test_a_job_begins_with_what_is_there_and_takes_in_what_comes(simulate, polic
     assert all(rank.batches > 0 for rank in simulation.job.result.ranks)
 
 
+def test_slots_that_come_while_a_job_starts_are_its_own_once_its_ranks_are_ready(simulate):
+    simulation = simulate(ranks(*FOUR), dataset_size=8000)
+    submit(simulation, num_ranks=4, min_ranks=2, num_slots=2)
+    joins(simulation, "b", 2)
+    assert [command.rank for command in simulation.sent(StartRank)] == [0, 1]
+    simulation.run_until(lambda: simulation.job.phase is JobPhase.GROUPING)
+    assert [command.rank for command in simulation.sent(StartRank)] == [0, 1, 2, 3]
+
+
 def test_fewer_than_suffice_wait(simulate):
     simulation = simulate(ranks(*FOUR))
     submit(simulation, num_ranks=4, min_ranks=3, num_slots=2)

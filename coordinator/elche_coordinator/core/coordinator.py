@@ -470,10 +470,14 @@ class Coordinator:
                 self._exit(placed, record, event, death, death_notice(record, event), event.log_tail)
             case RankExited():
                 job.outbox.refuse(event, "it is an attached loop", "no host has its processes")
+            case RankReady():
+                before = job.phase
+                job.take_in(record, event, self._now_s)
+                # From the last one on the job accepts further ranks, and can give some; those before change nothing.
+                self._may_place |= job.phase is not before
             case _:
                 job.take_in(record, event, self._now_s)
-                # from then on the job accepts further ranks
-                self._may_place |= isinstance(event, RankReady | LeaveRequested)
+                self._may_place |= isinstance(event, LeaveRequested)
 
     def _touch(self, job_id: JobId) -> Job | None:
         """Returns the job, None if unknown, and notes that its commands must be taken when the event has been

@@ -41,8 +41,10 @@ SAVE_EVERY = 2000
 """Fewest events between two saved states, unless they are long."""
 SAVE_BYTES = 32 << 20
 """Bytes of written events after which fewer are enough."""
-SAVE_FRACTION = 0.01
-"""Fraction of time that may be spent saving states."""
+SAVE_FRACTION = 0.05
+"""Time that saving states may take, as a fraction of that for events. To repeat events takes about as long as they
+took, so that a coordinator which starts does so for about twenty times a save.
+"""
 MAX_REASON_CHARS = 300
 """Most characters of a reason in the log: a broken rule may name all leases of an epoch."""
 
@@ -84,7 +86,12 @@ class Tape:
         """Events since the last saved state. It begins so high that the first event is followed by a saved state."""
         self._num_bytes_saved = 0
         """Bytes of events that the writer had written by then."""
-        self._next_save_s = 0.0
+        self._began_s = 0.0
+        """When the newest event came."""
+        self._handled_s = 0.0
+        """Seconds that events since the last saved state have taken."""
+        self._saved_s = 0.0
+        """Seconds that this saved state took."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -93,7 +100,8 @@ class Tape:
         return self._batch.last
 
     def add(self, entry: Entry) -> None:
-        """Appends an event that the core has handled."""
+        """Appends an event, which is then handled; `flush` follows."""
+        self._began_s = time.monotonic()
         self._batch.last += 1
         self._batch.entries.append(entry)
         match entry.event:
@@ -105,6 +113,9 @@ class Tape:
 
     def flush(self, *, is_awaited: bool) -> None:
         """Passes all events to the writer; with a delay if no effect waits."""
+        if self._began_s:
+            self._handled_s += time.monotonic() - self._began_s
+            self._began_s = 0.0
         if not is_awaited and len(self._batch.entries) < MAX_ENTRIES:
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(FLUSH_S, lambda: self.flush(is_awaited=True))
@@ -113,7 +124,7 @@ class Tape:
             self._timer.cancel()
             self._timer = None
         is_long = self._writer.num_bytes - self._num_bytes_saved >= SAVE_BYTES
-        may_save = (is_long or self._num_since >= SAVE_EVERY) and time.monotonic() >= self._next_save_s
+        may_save = (is_long or self._num_since >= SAVE_EVERY) and self._saved_s <= SAVE_FRACTION * self._handled_s
         if may_save or self._snapshots.is_due:
             self._save_state()
         batch, self._batch = self._batch, Transaction(last=self._batch.last)
@@ -134,7 +145,7 @@ class Tape:
             self._batch.entries = []
             self._on_saved({job_id: len(part) for job_id, part in saved.parts.items()})
         self._num_since, self._num_bytes_saved = 0, self._writer.num_bytes
-        self._next_save_s = time.monotonic() + (time.monotonic() - started_s) / SAVE_FRACTION
+        self._handled_s, self._saved_s = 0.0, time.monotonic() - started_s
 
     def close(self) -> None:
         """Writes the remaining events."""

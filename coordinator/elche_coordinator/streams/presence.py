@@ -44,6 +44,8 @@ class Presence:
         """Former agents for whose ranks another agent has said that they stopped (protocol P19.7)."""
         self._judging: dict[Stream[object], asyncio.TimerHandle] = {}
         """The newest grace time of each rank that has been away."""
+        self._judging_agents: dict[AgentId, tuple[asyncio.TimerHandle, bool]] = {}
+        """The newest grace time of each agent that has been away, and True if it is that for when a rank is, too."""
 
     def on_agent_away(self, agent_id: AgentId) -> None:
         """Handles the end of an agent's stream. One without ranks is lost at once."""
@@ -55,7 +57,8 @@ class Presence:
             self.lose_agent(agent_id)
         else:
             are_both_lost = any(self._is_lost(address) for address in ranks)
-            self._await_agent(agent_id, stream, self._grace_s(agent_id, are_both_lost=are_both_lost))
+            grace_s = self._grace_s(agent_id, are_both_lost=are_both_lost)
+            self._await_agent(agent_id, stream, grace_s, are_both_lost=are_both_lost)
 
     def on_rank_away(self, address: Address) -> None:
         """Handles the end of a rank's stream."""
@@ -64,7 +67,7 @@ class Presence:
             return
         agent = self._streams.agents.get(agent_id) if agent_id is not None else None
         if agent_id is not None and agent is not None and agent.is_lost and self._is_lost(address):
-            self._await_agent(agent_id, agent, self._grace_s(agent_id, are_both_lost=True))
+            self._hasten(agent_id, agent)
         if not stream.is_resumable:
             self._handle(SessionLost(**address))
         elif agent_id is None:
@@ -132,10 +135,23 @@ class Presence:
             return BOTH_GRACE_S if are_both_lost else AGENT_GRACE_S
         return AGENT_GRACE_S if self._core.can_begin_again(agent_id) else LAST_GRACE_S
 
-    def _await_agent(self, agent_id: AgentId, stream: Stream[object], grace_s: float) -> None:
+    def _hasten(self, agent_id: AgentId, stream: Stream[object]) -> None:
+        """Shortens the grace time of an agent that is away, since one of its ranks is, too."""
+        timer, are_both_lost = self._judging_agents.get(agent_id, (None, False))
+        if are_both_lost:  # since an earlier one of its ranks went: a thousand may go at once
+            return
+        grace_s = self._grace_s(agent_id, are_both_lost=True)
+        if timer is not None:
+            grace_s = min(grace_s, timer.when() - asyncio.get_running_loop().time())
+        self._await_agent(agent_id, stream, grace_s, are_both_lost=True)
+
+    def _await_agent(
+        self, agent_id: AgentId, stream: Stream[object], grace_s: float, *, are_both_lost: bool = False
+    ) -> None:
         num_connections = stream.num_connections
 
         def judge() -> None:
+            del self._judging_agents[agent_id]
             # It has been back since. If it is away again, that absence has a grace time of its own.
             if self._streams.agents.get(agent_id) is not stream or stream.num_connections != num_connections:
                 return
@@ -146,7 +162,9 @@ class Presence:
             else:
                 self.lose_agent(agent_id)
 
-        asyncio.get_running_loop().call_later(grace_s, judge)
+        if agent_id in self._judging_agents:
+            self._judging_agents[agent_id][0].cancel()
+        self._judging_agents[agent_id] = asyncio.get_running_loop().call_later(grace_s, judge), are_both_lost
 
     def _await_rank(self, address: Address, stream: Stream[object], grace_s: float, *, alone_s: float = 0.0) -> None:
         """Reports the rank as lost unless it reconnects within `grace_s`, or `alone_s` later if by then no rank of its

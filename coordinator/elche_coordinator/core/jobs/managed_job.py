@@ -50,7 +50,7 @@ from elche_coordinator.core.messages.reports import JobResult, MembershipReport,
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.failure import BackToCheckpoint, Failure
 from elche_coordinator.core.records.machine import DepartureTrigger, Hold, JobPhase, JobTrigger, RankPhase, RankTrigger
-from elche_coordinator.core.records.ranks import RankRecord, highest_staying, present, staying
+from elche_coordinator.core.records.ranks import RankRecord, highest_staying, staying
 from elche_coordinator.core.results.counts import Counts
 from elche_coordinator.core.rounds.generation import Generation
 
@@ -325,6 +325,8 @@ class ManagedJob(PlacedJob):
         training = self.run.training
         if training is None or self.run.generation is None or self.phase is not JobPhase.TRAINING or training.is_over:
             return
+        if self.spec.min_ranks <= 1 and not self.run.is_held(Hold.TOO_FEW):
+            return  # before all ranks are counted, with each of a host's thousand that is gone
         there = staying(training.members)
         is_short = 0 < len(there) < self.spec.min_ranks
         if is_short != self.run.is_held(Hold.TOO_FEW):
@@ -519,7 +521,7 @@ class ManagedJob(PlacedJob):
         training = self.run.training
         if training is None or self.phase is not JobPhase.TRAINING or training.replay is not None:
             return
-        if all(one.stopped_round is not None for one in present(training.members).values()):
+        if all(one.stopped_round is not None or not one.is_present for one in training.members.values()):
             training.save_stopped(now_s)
 
     def stay(self, records: Sequence[RankRecord], now_s: float) -> None:

@@ -167,11 +167,14 @@ class Placing:
     def _place_missing(self, jobs: Iterable[PlacedJob], fleet: Fleet) -> None:
         """Gives free slots to ranks to be restarted."""
         for job in jobs:
+            is_full = False
             for rank, at_s in list(job.places.missing.items()):
                 if at_s > self._now_s:
                     self._try_again(job.id, rank, at_s)
                     continue
-                places = fleet.take_again(job.id, rank, job.spec, job.ranks[rank].places)
+                # Any free slot will do, so that where there was none for one rank, there is none for the next.
+                places = None if is_full else fleet.take_again(job.id, rank, job.spec, job.ranks[rank].places)
+                is_full = places is None
                 if places is not None:
                     self._touch(job.id)
                     job.place_again(rank, places, fleet, self._new_incarnation)

@@ -228,7 +228,8 @@ class Run:
             return False
         if training.settings.on_rank_loss == "fail" or training.replay is not None:
             return False
-        return any(training.has_model(one) for one in present(training.members).values() if one is not record)
+        others = (one for one in training.members.values() if one is not record and one.is_present)
+        return any(map(training.has_model, others))  # lazily: nearly always the first of them has it
 
     # What is left of it
 

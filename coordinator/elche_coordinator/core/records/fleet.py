@@ -222,8 +222,10 @@ class Fleet:
 
     def _free_groups(self, job_id: JobId, spec: JobSpec, without: Collection[Place]) -> list[tuple[Place, ...]]:
         """Free slots for the job, in groups on one host each; for a loop, all on the host that has most."""
-        its_own = {self._device(place) for place, (owner, _) in self.taken.items() if owner == job_id}
         free = [place for place in self.free_places(spec.conditions) if place not in without]
+        if not free:
+            return []  # before all of its ranks' slots are looked at, for each of a host's thousand that is gone
+        its_own = {self._device(place) for place, (owner, _) in self.taken.items() if owner == job_id}
         groups = self._groups(self._once(free, its_own), spec)
         return sorted(groups, key=lambda places: not self.has_checkpoint(places[0], spec))
 

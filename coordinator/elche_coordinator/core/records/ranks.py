@@ -179,7 +179,8 @@ class RankRecord:
     @property
     def is_present(self) -> bool:
         """True while it has neither exited nor been told to."""
-        return self.phase is not RankPhase.EXITED and self.departure in (Departure.STAYS, Departure.LEAVING)
+        # `life.phase`: each death asks this of all ranks.
+        return self.life.phase is not RankPhase.EXITED and self.departure in (Departure.STAYS, Departure.LEAVING)
 
     @property
     def is_ending(self) -> bool:

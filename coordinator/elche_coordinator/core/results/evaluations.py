@@ -160,6 +160,11 @@ class Evaluations:
             complete.append(self._open.pop(0))
         return complete
 
+    @property
+    def lack_metrics(self) -> bool:
+        """True if a rank is to be asked to make metrics of summed tensors."""
+        return any(evaluation.lacks_metrics for evaluation in self._open)
+
     def ask(self, rank: Rank) -> list[Evaluation]:
         """Asks this rank to make metrics of summed tensors; returns the evaluations that need it, each only once."""
         asked = [evaluation for evaluation in self._open if evaluation.lacks_metrics]

@@ -218,6 +218,8 @@ class Training:
 
     def _ask_for_metrics(self, without: RankRecord | None = None) -> None:
         """Asks a rank to make metrics of summed tensors, which needs the job's code."""
+        if not self.evaluations.lack_metrics:
+            return  # before all ranks are looked at
         there = {rank: record for rank, record in present(self.members).items() if record is not without}
         if not there:
             return  # the job goes back, or ends
@@ -483,12 +485,13 @@ class Training:
         `Ledger.release` frees its leases, once it is decided which rounds contain its work.
         """
         self.checkpoints.lose_writer(lost.rank)
-        there = {rank: record for rank, record in present(self.members).items() if record is not lost}
-        self.epochs.lose(lost.rank, there)  # one that is let go is still present
+        # Looks at all ranks only where the others get something to do: a host's thousand may be lost at once.
+        if self.epochs.is_waited_for(lost.rank):
+            self.epochs.lose(lost.rank, self._others(lost))
         self._owed += [epoch for epoch in self.evaluations.lose(lost.rank) if epoch not in self._owed]
         self._ask_for_metrics(without=lost)
         failure = self._judge(self.evaluations.take_complete())
-        if failure is not None or not self.is_over or not there:
+        if failure is not None or not self.is_over or not (there := self._others(lost)):
             return failure
         if self._owed and self.settings.has_evaluation:  # no later result will come
             owed, self._owed = self._owed, []
@@ -498,6 +501,10 @@ class Training:
             self.saver = self._choose_saver(fastest(there))
             self._send_outcome(self.saver, save_final=True)
         return None
+
+    def _others(self, lost: RankRecord) -> RankRecords:
+        """The members that are present, without this one, which may be if it is let go."""
+        return {rank: record for rank, record in present(self.members).items() if record is not lost}
 
     def _begin_evaluation(self, closed: list[Epoch], there: RankRecords) -> dict[Rank, Evaluate]:
         """Assigns the evaluation: all to the fastest rank, or an `eval_dataset` to all in proportion to speed."""
