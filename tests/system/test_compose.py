@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import shutil
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -16,6 +17,8 @@ import pytest
 from elche_client import Client, JobView
 from elche_client.events import JobState
 from support.docker_engine import BUILD_S, ROOT, Engine, docker_engine, wheels
+from support.fleets import EPOCHS as MANY
+from support.fleets import LINEAR, SLOWLY
 from support.real_processes import eventually
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(2400), pytest.mark.slow(reason="images are built and started")]
@@ -89,7 +92,9 @@ class Stack:
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Everything but Grafana, healthy; nothing of it is left afterwards."""
-    override = tmp_path_factory.mktemp("compose") / "here.yaml"
+    override, jobs = tmp_path_factory.mktemp("compose") / "here.yaml", tmp_path_factory.mktemp("jobs")
+    (jobs / "slowly.py").write_text(LINEAR.read_text() + SLOWLY)
+    shutil.copy(ROOT / "examples" / "digits.py", jobs)
     override.write_text(HERE.format(memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]))
     with docker_engine() as engine:
         stack = Stack(engine, override)
@@ -99,15 +104,17 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             with wheels() as url, pytest.MonkeyPatch.context() as patch:
                 patch.setenv("PIP_FIND_LINKS", url)
                 stack.compose("build", "coordinator", "worker-1")
-            stack.compose("up", "--detach", "--wait", *SERVICES)
-            yield stack
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("ELCHE_JOBS", str(jobs))
+                stack.compose("up", "--detach", "--wait", *SERVICES)
+                yield stack
         finally:
             stack.compose(*remove, is_needed=False)
 
 
-def submit(stack: Stack, *options: str) -> str:
-    """The id of a job that reads digits on both workers."""
-    return stack.elche("submit", "examples/digits.py", "--ranks", "2", *options).splitlines()[-1]
+def submit(stack: Stack, file: str, *options: str) -> str:
+    """The id of a job on both workers."""
+    return stack.elche("submit", file, "--ranks", "2", *options).splitlines()[-1]
 
 
 def view_when(stack: Stack, client: Client, job_id: str, condition: Callable[[JobView], object], what: str) -> JobView:
@@ -183,7 +190,7 @@ def test_only_this_machine_gets_in_and_only_with_the_token(stack: Stack) -> None
 
 def test_an_upgrade_loses_nothing_that_was_committed_before(stack: Stack) -> None:
     """What `up` does once all images are built anew. Compose may stop the coordinator before its workers."""
-    job_id = submit(stack, "--epochs", "400")
+    job_id = submit(stack, "slowly.py", "--epochs", str(MANY))
     with stack.client() as client:
         before = view_when(stack, client, job_id, lambda view: view.epoch >= 2, "it trains")
         assert not before.checkpoints, "none was due"
@@ -196,7 +203,7 @@ def test_an_upgrade_loses_nothing_that_was_committed_before(stack: Stack) -> Non
 
 
 def test_a_killed_worker_fails_the_job_and_its_checkpoint_is_resumed(stack: Stack) -> None:
-    job_id = submit(stack, "--epochs", "2", "--checkpoint-every-epochs", "1", "--on-rank-loss", "fail")
+    job_id = submit(stack, "digits.py", "--epochs", "2", "--checkpoint-every-epochs", "1", "--on-rank-loss", "fail")
     with stack.client() as client:
         view_when(stack, client, job_id, lambda view: view.checkpoints, "a checkpoint is written")
         stack.compose("kill", "worker-2")
