@@ -93,6 +93,7 @@ class Stack:
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Everything but Grafana, healthy; nothing of it is left afterwards."""
     override, jobs = tmp_path_factory.mktemp("compose") / "here.yaml", tmp_path_factory.mktemp("jobs")
+    jobs.chmod(0o755)  # for the client's user
     (jobs / "slowly.py").write_text(LINEAR.read_text() + SLOWLY)
     shutil.copy(ROOT / "examples" / "digits.py", jobs)
     override.write_text(HERE.format(memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]))
