@@ -217,17 +217,25 @@ def test_submit_prints_the_jobs_id(job_file: Path, capsys: pytest.CaptureFixture
     assert (second.num_ranks, dict(second.settings), second.verify_rounds) == (0, {}, False)
 
 
-def test_a_submission_whose_id_cannot_be_printed_is_told_with_the_id(job_file: Path) -> None:
-    """With a full disk behind stdout the job was submitted, and no line named it."""
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["submit", "--no-check"], 2, "job j-1 is submitted, but standard output cannot be written"),
+        (["jobs"], 1, "standard output cannot be written"),
+    ],
+)
+def test_a_full_disk_behind_stdout_is_one_line(job_file: Path, words: list[str], code: int, said: str) -> None:
+    """The job was submitted, and no line named it. Lines of an ignored exception followed, and exit code 120, since
+    Python prints what is left once more at its end.
+    """
     jobs = ScriptedJobs()
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with serving(jobs) as address, Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-m", "elche_client", "submit", str(job_file), "--no-check"]
-        done = subprocess.run(
-            [*command, "--coordinator", address], stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
-    assert len(jobs.specs) == 1
-    expected = "elche: job j-1 is submitted, but standard output cannot be written: No space left on device\n"
-    assert (done.returncode, done.stderr) == (2, expected)
+        command = [sys.executable, "-m", "elche_client", *words, "--coordinator", address]
+        command += [str(job_file)] if "submit" in words else []
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environment)
+    assert len(jobs.specs) == ("submit" in words)
+    assert (done.returncode, done.stderr) == (code, f"elche: {said}: No space left on device\n")
 
 
 def test_a_script_with_its_own_loop_is_submitted_as_such_and_does_not_run_here(

@@ -80,6 +80,19 @@ def test_of_more_than_anybody_can_read_the_newest_lines_are_shown_and_the_others
     assert printed_text(printed).splitlines()[0] == "rank 0 | (100 k lines dropped)"
 
 
+def test_a_log_that_was_shortened_goes_on_in_a_line_of_its_own(tmp_path: Path) -> None:
+    """What had been read of a line, and what the log begins with now, were one line."""
+    queue: SimpleQueue[RankOutput] = SimpleQueue()
+    (tmp_path / "rank-0.log").write_text("begins\nhalf of a li")
+    tail = LogTail(tmp_path, queue)
+    tail.start()
+    assert queue.get(timeout=400).lines == ("begins",)
+    (tmp_path / "rank-0.log").write_text("the end\n")
+    late = tail.stop()
+    read = [queue.get() for _ in range(queue.qsize())]
+    assert [line for printed in [*read, *late] for line in printed.lines] == ["half of a li", "the end"]
+
+
 def test_a_line_without_an_end_is_cut(tmp_path: Path) -> None:
     (tmp_path / "rank-0.log").write_text("x" * 3_000_000)
     assert texts(LogTail(tmp_path, SimpleQueue())) == {"0": ["x" * MAX_LINE_CHARS]}

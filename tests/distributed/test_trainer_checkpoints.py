@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from elche.errors import Misuse
 from elche_worker.trainer import Trainer, TrainerConfig
@@ -349,9 +349,9 @@ def test_a_loop_removes_its_own_checkpoints_only(tmp_path: Path) -> None:
     assert (tmp_path / "step-00000003-2" / "manifest.json").is_file()
 
 
-def random_run(place: str, resume: bool, *, counts_itself: bool) -> tuple[torch.Tensor, list[list[int]]]:
+def random_run(place: str, resume: bool, *, shuffled_by: str) -> tuple[torch.Tensor, list[list[int]]]:
     """Three epochs with dropout, shuffled, saved in the second; or the rest of them. A loop that counts its epochs
-    itself shuffles with random numbers of its own.
+    itself shuffles with random numbers of its loader's own.
     """
     torch.manual_seed(11)
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3))
@@ -360,11 +360,15 @@ def random_run(place: str, resume: bool, *, counts_itself: bool) -> tuple[torch.
         trainer.load(place)
     drawn = torch.rand(1)
     dataset = TensorDataset(*samples(24).tensors, torch.arange(24))
-    generator = torch.Generator().manual_seed(3) if counts_itself else None
-    loader = DataLoader(dataset, batch_size=8, shuffle=True, generator=generator)
+    own = torch.Generator().manual_seed(3)
+    loader: DataLoader[Any] = {
+        "torch": lambda: DataLoader(dataset, batch_size=8, shuffle=True),
+        "the loader": lambda: DataLoader(dataset, batch_size=8, shuffle=True, generator=own),
+        "the sampler": lambda: DataLoader(dataset, batch_size=8, sampler=RandomSampler(dataset, generator=own)),
+    }[shuffled_by]()
     trainer.set_data_loader(loader, forward_input="inputs", names=(*NAMES, "number"))
     orders = []
-    for epoch in range(3) if counts_itself else trainer.epochs(3):
+    for epoch in range(3) if shuffled_by == "the loader" else trainer.epochs(3):
         for batch in trainer.epoch(epoch):
             orders.append(batch["number"].tolist())
             cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
@@ -376,10 +380,10 @@ def random_run(place: str, resume: bool, *, counts_itself: bool) -> tuple[torch.
     return flat(model), orders
 
 
-@pytest.mark.parametrize("counts_itself", [False, True])
-def test_one_process_goes_on_with_the_same_random_numbers_and_order(tmp_path: Path, counts_itself: bool) -> None:
-    whole, orders = random_run(str(tmp_path), False, counts_itself=counts_itself)
-    resumed, rest = random_run(str(tmp_path), True, counts_itself=counts_itself)
+@pytest.mark.parametrize("shuffled_by", ["torch", "the loader", "the sampler"])
+def test_one_process_goes_on_with_the_same_random_numbers_and_order(tmp_path: Path, shuffled_by: str) -> None:
+    whole, orders = random_run(str(tmp_path), False, shuffled_by=shuffled_by)
+    resumed, rest = random_run(str(tmp_path), True, shuffled_by=shuffled_by)
     assert rest[:-1] == orders[4:-1]
     assert rest[-1] == orders[-1]  # what the script draws before training is as it was
     assert torch.equal(whole, resumed)

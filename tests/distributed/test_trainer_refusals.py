@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_value_
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -410,6 +411,18 @@ def test_a_loader_that_cannot_be_split_is_refused(loader: Any, words: str) -> No
         trainer.data_num_batches  # noqa: B018
     with pytest.raises(Misuse, match="names has 1 names"):
         trainer.set_data_loader(DataLoader(samples(8)), forward_input="inputs", names=("inputs",))
+
+
+def test_a_loader_that_gives_the_same_batches_in_its_own_way_is_taken() -> None:
+    """As torchdata's `StatefulDataLoader`, which counts what it gives."""
+    its_own = {"__iter__": lambda _: pytest.fail("it is not called"), "__module__": "torchdata.stateful_dataloader"}
+    batches: Any = type("BatchSampler", (BatchSampler,), its_own)
+    loader: Any = type("StatefulDataLoader", (DataLoader,), its_own)(samples(8), 4)
+    loader.__dict__["batch_sampler"] = batches(loader.sampler, 4, False)
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu", max_anchor=0))
+    trainer.set_data_loader(loader, forward_input="inputs", names=NAMES)
+    assert [batch.size for batch in trainer.epoch(0)] == [4, 4]
 
 
 def begin_epoch(kind: str) -> list[int]:

@@ -52,3 +52,16 @@ def test_a_log_is_sent_in_small_chunks_whatever_its_lines_are(tmp_path: Path) ->
     parts = [part.data for part in _log_parts(path, _chunks(path, 1 << 20, RankFiles()), None)]
     assert b"".join(parts) == b"x" * (1 << 20)
     assert max(map(len, parts)) == 64 << 10
+
+
+def test_a_log_that_is_shortened_while_it_is_followed_goes_on_in_a_line_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What had come of a line, and what the log begins with now, were one line."""
+    agent, path = Agent("127.0.0.1:1", [], tmp_path), tmp_path / "rank-0.log"
+    monkeypatch.setattr(agent._processes, "has", lambda *_: path.read_text() != "the end\n")
+    path.write_text("one\nhalf of a li")
+    followed = agent._followed(path, agent_pb2.SendLog(max_bytes=1000))
+    assert next(followed) == (0, b"one\nhalf of a li")
+    path.write_text("the end\n")
+    assert [data for _, data in followed] == [b"\n", b"the end\n"]

@@ -227,6 +227,23 @@ def test_a_worker_process_that_dies_is_an_error() -> None:
     its_thread.join(400)
 
 
+class Signalled(Indices):
+    """Gets SIGTERM while it is read, as all processes do when systemd or Slurm stops a worker."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return torch.tensor(index)
+
+
+@pytest.mark.usefixtures("unsignalled")
+def test_worker_processes_read_on_for_a_rank_that_is_to_leave() -> None:
+    """They ended, and the rank failed: the work that it was to commit first was lost."""
+    loader, wake = loader_of(Signalled(10**9), num_workers=1)
+    loader.add(LeasedPart(id=1, epoch=0, offset=0, size=20))
+    assert [len(take(loader, wake).data) for _ in range(2)] == [10, 10]
+    loader.stop()
+
+
 @pytest.mark.parametrize(
     "error",
     [

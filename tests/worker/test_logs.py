@@ -51,7 +51,7 @@ def test_each_line_gets_the_time_at_which_it_was_written(tmp_path: Path, monkeyp
     assert times == [None, 1000.0, 1000.0, 2000.0, 2000.0, 2000.0]
     shorten_log(str(path), max_bytes=1, kept_bytes=10)
     assert times_path(path).stat().st_size == 0
-    assert reader.stamped(0, b"again\n") == NO_STAMP + b" again\n"
+    assert reader.stamped(len(data), b" of it\nagain\n") == b" of it\n" + NO_STAMP + b" again\n"
 
 
 def test_lines_get_the_time_of_a_clock_that_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_a_host_that_starts_no_more_threads_gets_no_more_ranks(number: int, tmp_
     looks, before = Fitness(tmp_path / "work", told.append), threading.active_count()
     taken(number)
     assert looks.look() == f"it {NO_THREADS}"
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # one of a former test may end meanwhile
     taken(1 << 30)
     assert looks.look() == ""
     assert told == [f"it {NO_THREADS}", ""]

@@ -75,17 +75,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(str(error))
     except (click.Abort, KeyboardInterrupt):
         return 130
-    except BrokenPipeError:  # the reader of the pipe has gone, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 1
     except OSError as error:  # a full disk, a limit of the system, a folder that was made read-only meanwhile
         text = f"{error.filename}: {error.strerror}" if error.filename else str(error) or type(error).__name__
-        return _refuse(text, exit_code=1)
+        if unprinted := _drop_unprinted():
+            text = f"standard output cannot be written: {unprinted}"
+        # The reader of a pipe that has gone, such as `head`, has what it wanted.
+        return 1 if isinstance(error, BrokenPipeError) else _refuse(text, exit_code=1)
+
+
+def _drop_unprinted() -> str:
+    """Returns why what is still to be printed cannot be, or "". Python would try again at its end, and print
+    `Exception ignored` with an exit code of its own.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return str(error.strerror or error)
+    return ""
 
 
 def _refuse(message: str, traceback: str = "", *, exit_code: int = 2) -> int:
     from elche_client.display.formatting import printable, printable_lines
 
+    _drop_unprinted()
     if traceback:
         click.echo(printable_lines(traceback), err=True)
     click.echo(f"elche: {printable(message)}", err=True)

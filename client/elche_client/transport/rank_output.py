@@ -134,6 +134,8 @@ class _Log:
         num_lines = 0
         if self.file.tell() > os.fstat(self.file.fileno()).st_size:
             self.file.seek(0)  # the file was truncated to its end because it had become too long
+            if self.rest:
+                num_lines += self._take(b"\n", newest)  # the rest of that line is gone, and another one follows
         while data := self.file.read(CHUNK_BYTES):
             num_lines += self._take(data, newest)
         if is_last and self.rest:

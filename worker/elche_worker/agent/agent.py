@@ -416,7 +416,7 @@ class Agent:
         """Yields (offset, bytes) of the end of a log and of what is appended to it, until its rank has ended; after
         `ALIVE_EVERY_S` without output, empty bytes.
         """
-        sent_s = time.monotonic()
+        sent_s, last = time.monotonic(), b""
         with self._processes.files.read(path) as file:
             goes_on = order.HasField("offset") and order.offset <= _size(file)
             file.seek(order.offset if goes_on else max(0, _size(file) - order.max_bytes))
@@ -424,9 +424,11 @@ class Agent:
                 # Checked before reading, so that what the rank writes before its end is still read after it.
                 is_last = self._stopped.is_set() or not self._processes.has(order.job_id, order.rank)
                 if file.tell() > _size(file):
+                    if last not in (b"", b"\n"):
+                        yield file.tell(), b"\n"  # the rest of that line is gone, and another one follows
                     file.seek(0)  # the log was longer than allowed, and was truncated to its end
                 while data := file.read(LOG_CHUNK_BYTES):
-                    sent_s = time.monotonic()
+                    sent_s, last = time.monotonic(), data[-1:]
                     yield file.tell() - len(data), data
                 if is_last:
                     return

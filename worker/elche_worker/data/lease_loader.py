@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import resource
 import shutil
+import signal
 import socket
 import tempfile
 import threading
@@ -451,6 +452,9 @@ def _new_loader(
 def _begin_worker(parent_pid: int) -> Callable[[int], None]:
     def begin(worker: int) -> None:
         end_with_parent(parent_pid)
+        # All processes of a host get it where that is shut down, and the rank has work to commit first. No SIG_IGN:
+        # programs that the data set starts would inherit that.
+        signal.signal(signal.SIGTERM, lambda *_: None)
         begin_worker(None, worker)
 
     return begin

@@ -89,7 +89,7 @@ class TimesReader:
         """Reads new entries."""
         with suppress(OSError, ValueError), self._files.read(self._path) as file:
             if os.fstat(file.fileno()).st_size < self._num_read:
-                self._sizes, self._times, self._num_read, self._begins_line = [], [], 0, True
+                self._sizes, self._times, self._num_read = [], [], 0
             file.seek(self._num_read)
             whole = file.read(MAX_READ_BYTES).rpartition(b"\n")[0]
             for line in whole.splitlines():

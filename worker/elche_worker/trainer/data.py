@@ -36,8 +36,8 @@ numbers of an epoch are drawn at its beginning, and these take 4 GB.
 """
 MEASURED_BATCHES = 4
 """Batches after which training's use of device memory is measured: by then the optimizer's states are allocated."""
-SAME_BATCHES = ("torchdata.", "monai.", "accelerate.")
-"""Packages whose loaders iterate in their own way over the batches of torch's: they count, fetch ahead, or move."""
+SAME_BATCHES = ("torch.", "torchdata.", "monai.", "accelerate.")
+"""Packages whose loaders give the batches of torch's, in their own way: they count, fetch ahead, or move."""
 
 END_IT = (
     "give the sampler __len__, let it end after as many samples, an epoch, and begin epoch after epoch, as in "
@@ -178,14 +178,14 @@ class Data:
 
     def state(self, *, is_within: bool) -> dict[str, Any]:
         """State from which a checkpoint restores the following epochs, and, if `is_within` an epoch, the rest of it."""
-        generator = self._loader.generator
-        state: dict[str, Any] = {"generator": generator.get_state() if generator is not None else None}
+        state: dict[str, Any] = {name: one.get_state() for name, one in _generators(self._loader).items()}
         return {**state, "order": self._order} if is_within else state
 
     def restore(self, state: Mapping[str, Any]) -> torch.Tensor | None:
         """Restores that state; returns the order of the epoch in which it was saved."""
-        if state.get("generator") is not None and self._loader.generator is not None:
-            self._loader.generator.set_state(state["generator"])
+        for name, generator in _generators(self._loader).items():
+            if state.get(name) is not None:
+                generator.set_state(state[name])
         return state.get("order")
 
     def plan_again(self, planner: Planner, lost: list[Part]) -> None:
@@ -308,6 +308,13 @@ class Data:
         return named(self._transfer.receive(data, event), self._names)
 
 
+def _generators(loader: "DataLoader[Any]") -> dict[str, torch.Generator]:
+    """What draws the order of epochs, besides torch's default generator."""
+    owners = {"generator": loader, "sampler_generator": loader.sampler}
+    found = {name: getattr(owner, "generator", None) for name, owner in owners.items()}
+    return {name: one for name, one in found.items() if isinstance(one, torch.Generator)}
+
+
 def _numbers_of(loader: "DataLoader[Any]") -> list[int]:
     """The numbers of an epoch's samples. Raises `Misuse` if the sampler does not end, or gives no numbers."""
     sampler: Any = loader.sampler
@@ -385,13 +392,17 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
+def _gives_the_same(part: Any) -> bool:
+    return type(part).__module__.startswith(SAME_BATCHES)
+
+
 def check_loader(loader: Any) -> str:
     """Returns why a loader's batches cannot be split among ranks; "" when they can."""
     if not isinstance(loader, DataLoader):
         return f"set_data_loader needs a torch DataLoader, not {type(loader).__name__}"
     if isinstance(loader.dataset, IterableDataset):
         return "set_data_loader needs a map-style data set, with len() and [index]; iterate others in your own loop"
-    if type(loader).__iter__ is not DataLoader.__iter__ and not type(loader).__module__.startswith(SAME_BATCHES):
+    if type(loader).__iter__ is not DataLoader.__iter__ and not _gives_the_same(loader):
         return (
             f"{type(loader).__name__} has an __iter__ of its own, which would not be called, since every rank reads "
             "the samples of its parts itself: give a torch DataLoader, and let collate_fn do what that __iter__ does "
@@ -399,7 +410,8 @@ def check_loader(loader: Any) -> str:
         )
     if isinstance(loader.sampler, DistributedSampler):
         return "give set_data_loader the loader without its DistributedSampler: it splits every batch itself"
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+    batches = loader.batch_sampler
+    if loader.batch_size is None or not (isinstance(batches, BatchSampler) and _gives_the_same(batches)):
         return (
             "set_data_loader needs a loader with batch_size, and no batch_sampler of its own: iterate such a loader in "
             "your own loop, where each rank takes other batches of it, equally many: itertools.islice(loader, "
