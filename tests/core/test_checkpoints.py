@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from elche.policies import POLICIES
+from elche_coordinator.core.jobs.notices import ONLY_EVALUATED
 from elche_coordinator.core.messages.commands import SendEpochMetrics, SendOutcome, SendSyncNow
 from elche_coordinator.core.messages.events import (
     CheckpointFailed,
@@ -228,11 +229,14 @@ def test_an_evaluation_that_was_owed_is_made_after_all(simulate):
 
 
 def test_a_complete_training_whose_first_evaluation_failed_goes_on_to_its_model(simulate):
-    """It was told to give more epochs."""
+    """It was told to give more epochs. If the evaluation had not failed, a job that trained nothing said no word of
+    that.
+    """
     saved = first_checkpoint(simulate, has_evaluation=True)
     simulation = simulate(ranks(5, 12), epochs=1, dataset_size=600, has_evaluation=True, resumed=saved)
     assert simulation.run().outcome is Outcome.SUCCEEDED
     assert [report.epoch for report in simulation.evaluations] == [0]
+    assert [one.text for one in simulation.reports if isinstance(one, UserEvent)] == [ONLY_EVALUATED]
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ class ProcessGroupCollectives(Collectives):
 
     def abort(self) -> None:
         """Shuts this rank's gloo connections, which ends its operation within some 10 ms (gloo's own abort ends none),
-        then aborts NCCL's communicator. Every rank must do so: shutting a connection wakes only its two ends.
+        then aborts NCCL's communicator. Every rank must do so: the other ends are not woken.
         """
         # gloo first: NCCL's abort may block for as long as its driver does.
         if self._own is not None:

@@ -46,7 +46,10 @@ class ShutConnections:
 
     def __del__(self) -> None:
         for one in self._held.values():
-            os.close(one)
+            with suppress(OSError), socket.socket(fileno=one) as held:
+                # Now for writing, too: a DataLoader's worker has them open as well, and a peer that nobody has told
+                # would wait for as long as that lives.
+                held.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> Iterator[socket.socket]:

@@ -7,7 +7,7 @@ CLOSED = "the job's code has closed file descriptors that others have opened, as
 
 
 class OpenDescriptor:
-    """A file descriptor that is open for as long as the process, unless somebody closes all."""
+    """A file descriptor that stays open as long as this is used, unless somebody closes all."""
 
     def __init__(self) -> None:
         self._number, other = os.pipe()
@@ -21,3 +21,7 @@ class OpenDescriptor:
             return os.fstat(self._number).st_ino != self._inode
         except OSError:
             return True
+
+    def __del__(self) -> None:
+        if not self.was_closed:  # else its number may be another's
+            os.close(self._number)

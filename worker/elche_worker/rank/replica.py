@@ -526,7 +526,7 @@ class Replica:
             if act.evaluates:
                 try:
                     done = self._evaluate(act)
-                except Exception:
+                except BaseException:  # also `SystemExit`, as of sys.exit() in `evaluate`
                     self.checkpoints.writer.finish()
                     raise
                 if on_evaluated is not None:
