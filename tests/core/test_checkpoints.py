@@ -7,7 +7,6 @@ from random import Random
 import pytest
 
 from elche.policies import POLICIES
-from elche_coordinator.core.jobs.notices import ONLY_EVALUATED
 from elche_coordinator.core.messages.commands import SendEpochMetrics, SendOutcome, SendSyncNow
 from elche_coordinator.core.messages.events import (
     CheckpointFailed,
@@ -64,30 +63,6 @@ def test_every_second_epoch_is_a_checkpoint(simulate, policy, averaging):
     assert simulation.run().outcome is Outcome.SUCCEEDED
     assert [one.epoch for one in written(simulation)] == [2, 4, 6]
     assert simulation.run().checkpoints == tuple(written(simulation)), "three are kept"
-
-
-def orders_of(simulation) -> list[tuple[bool, bool]]:
-    """For each order to evaluate, whether its rank also writes a checkpoint, and that another one does."""
-    orders = [one for one in simulation.sent(SendOutcome) if one.evaluate is not None or one.checkpoint is not None]
-    return [(one.checkpoint is not None, one.evaluate is None) for one in orders]
-
-
-@pytest.mark.parametrize("length", [{"dataset_size": 600}, {"dataset_size": 9000, "max_steps": 50}])
-@pytest.mark.parametrize("keeps_state", [False, True])
-def test_what_is_evaluated_first_is_a_checkpoint_of_the_rank_that_evaluates(simulate, length, keeps_state):
-    """`evaluate` cannot be tried before: it returned None after the first epoch, and the epoch was lost."""
-    simulation = simulate(ranks(12, 5), epochs=3, has_evaluation=True, keeps_state=keeps_state, **length)
-    simulation.run_until(lambda: simulation.job.result is not None)
-    first, *others = orders_of(simulation)
-    assert first == (True, False)
-    assert all(one == (False, False) for one in others)
-    simulation.assert_exactly_once()
-
-
-def test_an_evaluation_that_was_tried_at_the_start_costs_no_checkpoint(simulate):
-    simulation = simulate(ranks(5, 12), epochs=3, dataset_size=600, has_evaluation=True, eval_size=40)
-    simulation.run()
-    assert not written(simulation)
 
 
 def test_a_checkpoint_every_second_of_training(simulate):
@@ -226,17 +201,6 @@ def test_an_evaluation_that_was_owed_is_made_after_all(simulate):
     simulation = simulate(ranks(5, 12), epochs=2, dataset_size=600, has_evaluation=True, resumed=saved)
     simulation.run()
     assert [report.epoch for report in simulation.evaluations] == [0, 1]
-
-
-def test_a_complete_training_whose_first_evaluation_failed_goes_on_to_its_model(simulate):
-    """It was told to give more epochs. If the evaluation had not failed, a job that trained nothing said no word of
-    that.
-    """
-    saved = first_checkpoint(simulate, has_evaluation=True)
-    simulation = simulate(ranks(5, 12), epochs=1, dataset_size=600, has_evaluation=True, resumed=saved)
-    assert simulation.run().outcome is Outcome.SUCCEEDED
-    assert [report.epoch for report in simulation.evaluations] == [0]
-    assert [one.text for one in simulation.reports if isinstance(one, UserEvent)] == [ONLY_EVALUATED]
 
 
 @pytest.mark.parametrize(

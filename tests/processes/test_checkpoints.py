@@ -207,23 +207,6 @@ def test_a_job_is_resumed_by_its_id_at_another_world_size(cluster: Cluster, job_
     assert third.result().epochs == done + FURTHER + 2
 
 
-@pytest.mark.parametrize("fields", ["epochs=1", "epochs=2, checkpoint_fn=lambda version, model: None"])
-def test_an_epoch_whose_evaluation_fails_is_not_lost(cluster: Cluster, job_file: JobFile, fields: str) -> None:
-    """`evaluate` is first called after an epoch, which was lost when it returned no dict. With `checkpoint_fn` the
-    evaluation came before the checkpoint.
-    """
-    path = job_file("linear.py", REPLACE.format(f"{fields}, evaluate=lambda model: None"))
-    job = cluster.client.submit(path, num_ranks=2)
-    with pytest.raises(JobFailed, match="must return a dict of numbers, not NoneType"):
-        job.result()
-    (view,) = [one for one in cluster.client.jobs() if one.job_id == job.id]
-    (kept,) = view.checkpoints
-    assert kept.epoch
-    mended = cluster.client.submit(job_file("linear.py", REPLACE.format(fields)), resume=kept.path).result()
-    assert mended.metrics
-    assert load_file(mended.model)
-
-
 def test_a_checkpoint_on_request(cluster: Cluster, job_file: JobFile) -> None:
     job = cluster.client.submit(job_file("linear.py", REPLACE.format("epochs=10_000")), num_ranks=2)
     watch = job.watch()

@@ -343,41 +343,6 @@ def test_an_evaluation_puts_no_newer_steps_into_the_checkpoint(world: Make, monk
     assert not torch.equal(weight(writer), evaluated[0])
 
 
-@pytest.mark.parametrize("error", [ValueError("broken"), SystemExit("broken")], ids=["raises", "exits"])
-def test_a_rank_whose_evaluation_fails_has_written_its_checkpoint_first(
-    world: Make, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    """The failure, which ends the job, came before it where `evaluate` called sys.exit()."""
-
-    def evaluate(model: Any) -> dict[str, float]:
-        raise error
-
-    ranks = world(1, evaluate=evaluate)
-    ranks.round(1)
-    only = ranks.ranks[0].replica
-    writer, is_waited_for = only.checkpoints.writer, threading.Event()
-    write_all, finish = writer.target.write, writer.finish
-
-    def write_late(*arguments: Any) -> Any:
-        assert is_waited_for.wait(400)
-        return write_all(*arguments)
-
-    def wait_for_it() -> None:
-        is_waited_for.set()
-        finish()
-
-    monkeypatch.setattr(writer.target, "write", write_late)
-    monkeypatch.setattr(writer, "finish", wait_for_it)
-    told = write(only, 1)
-    look = UseResult(round=1, version=1, evaluates=True, epoch=0, offset=0, size=0, calls_back=False, saves_final=False)
-    with pytest.raises(type(error), match="broken"):
-        only.use_result(look)
-    is_waited = is_waited_for.is_set()
-    is_waited_for.set()
-    assert is_waited
-    assert told[0].HasField("checkpoint_saved")
-
-
 def test_a_final_model_waits_for_room_on_the_disk(
     world: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,13 +84,9 @@ def check(
 
 
 def _check_resumed(path: str, manifest: dict[str, Any], job: JobDefinition) -> None:
-    """Raises `InvalidJob` for a checkpoint of a training that has completed all of its epochs, except if its `evaluate`
-    failed when it was first called: it then has no model yet.
-    """
+    """Raises `InvalidJob` for a checkpoint of a training that has completed all of its epochs."""
     trained = manifest["training"].get("ledger", {}).get("epoch", 0)
-    evaluations = manifest["training"].get("evaluations", {})
-    owes_first = evaluations.get("owed_epochs") and not evaluations.get("metrics")
-    if trained >= job.epochs and not owes_first:
+    if trained >= job.epochs:
         raise InvalidJob(
             f"the checkpoint {path} is of a training that is complete: it has {trained} of {job.epochs} "
             f"epochs; give more with --epochs"

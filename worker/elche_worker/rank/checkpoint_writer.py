@@ -91,10 +91,6 @@ class CheckpointWriter:
             self._num_waiting -= 1
             self._room.notify()
 
-    def finish(self) -> None:
-        """Waits until all that was to be written is written and reported."""
-        self._thread.submit(lambda: None).result()
-
     def wait_for_room(self, is_over: Callable[[], bool]) -> None:
         """Waits while `MAX_WAITING` checkpoints are being written: training pauses rather than lose a checkpoint."""
         with self._room:

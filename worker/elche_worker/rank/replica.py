@@ -518,19 +518,14 @@ class Replica:
         if act.calls_back:
             self.checkpoints.capture_late(act.round, self._round_held)
         with self._result_in_model(), self.loader.still():
-            # Before the evaluation, whose failure ends the job: what it evaluates can then be resumed.
+            if act.evaluates:
+                done = self._evaluate(act)
+                if on_evaluated is not None:
+                    on_evaluated(done)
             if act.calls_back:
                 self.callbacks.call(self._job.checkpoint_fn, act.version, self.model)
                 # Written after the callback: the job may end once its checkpoint is written.
                 self.resolve_checkpoint(ResolveCheckpoint(act.round, act.version, is_written=True), write)
-            if act.evaluates:
-                try:
-                    done = self._evaluate(act)
-                except BaseException:  # also `SystemExit`, as of sys.exit() in `evaluate`
-                    self.checkpoints.writer.finish()
-                    raise
-                if on_evaluated is not None:
-                    on_evaluated(done)
             if act.saves_final:
                 self._save_final()
 

@@ -69,13 +69,6 @@ def quota_notice(spec: JobSpec, num_held: int, quota: int) -> str:
     return f"waits for {num} of the {quota} slots that {whose} may have: {num_held} are taken{never}"
 
 
-ONLY_EVALUATED = (
-    "trains nothing, since the checkpoint is of a training that is complete: evaluates it and writes its model; give "
-    "more epochs to go on with it"
-)
-"""What a job does with a checkpoint of the end of training that was written before its first evaluation."""
-
-
 def nothing_to_train(resumed: str) -> str:
     """The reason why a job has nothing to train; `resumed`: the checkpoint from which it begins."""
     if resumed:

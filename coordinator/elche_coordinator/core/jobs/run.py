@@ -7,7 +7,7 @@ from elche_coordinator.core.jobs.deaths import Deaths
 from elche_coordinator.core.jobs.final_model import FinalModel
 from elche_coordinator.core.jobs.links import LinkWatch
 from elche_coordinator.core.jobs.membership import Membership
-from elche_coordinator.core.jobs.notices import ONLY_EVALUATED, nothing_to_train
+from elche_coordinator.core.jobs.notices import nothing_to_train
 from elche_coordinator.core.jobs.startup import Startup
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
@@ -147,13 +147,8 @@ class Run:
                 MembershipReport(rank=record.rank, text=f"begins, but {older}", num_ranks=len(ranks), is_back=True)
             )
         if training.is_complete and not self.startup.has_gone_back:
-            if not training.owes_first_evaluation:
-                return Failure(nothing_to_train(self._spec.resume), invalid=True)
-            # it is not known whether `evaluate` had failed there: the checkpoint was written before
-            self._outbox.publish(UserEvent(rank=record.rank, text=ONLY_EVALUATED))
-        # of a job that has gone back to the end of its training, or whose `evaluate` had failed there, the first round
-        # makes the final model
-        return None
+            return Failure(nothing_to_train(self._spec.resume), invalid=True)
+        return None  # of a job that has gone back to the end of its training, the first round makes the final model
 
     def _choose_backend(self, members: RankRecords) -> Choice:
         """Chooses the backend for these ranks."""

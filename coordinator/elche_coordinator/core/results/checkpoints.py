@@ -30,8 +30,6 @@ class Checkpoints:
     """The job's present attempt, which is part of the folders' names: an earlier one may have written the same step."""
     first_after_s: float | None = None
     """Time of training after which the first one is made at the latest; None: the settings alone decide."""
-    is_evaluate_new: bool = False
-    """True until the job's `evaluate`, which ranks cannot try before, is first called: if it fails, nothing is lost."""
     kept: list[Checkpoint] = field(default_factory=list)
     """Complete checkpoints, oldest first."""
     num_failures: int = 0
@@ -76,8 +74,7 @@ class Checkpoints:
 
     def wants_end_of(self, epochs: list[Epoch]) -> bool:
         """True if the end of one of these epochs should become a checkpoint."""
-        is_each = self.settings.monitor is not None or self.is_evaluate_new
-        every = 1 if is_each else self.settings.checkpoint_every_epochs
+        every = 1 if self.settings.monitor is not None else self.settings.checkpoint_every_epochs
         return every is not None and any((epoch + 1) % every == 0 for epoch in epochs)
 
     def begin(self, checkpoint: Checkpoint, rank: Rank, now_s: float) -> bool:

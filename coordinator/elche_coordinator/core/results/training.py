@@ -79,7 +79,6 @@ class Training:
         self.policy: Policy = new_policy(settings, list(members))
         self.evaluations = Evaluations(settings)
         self.checkpoints = Checkpoints(settings, attempt)
-        self.checkpoints.is_evaluate_new = settings.has_evaluation and not settings.eval_size
         self.epochs = Epochs(
             outbox, attempt, has_callback=settings.wants_metrics, awaits_evaluation=settings.has_evaluation
         )
@@ -178,11 +177,6 @@ class Training:
         before that: the next round makes the final model.
         """
         return self.saver is not None
-
-    @property
-    def owes_first_evaluation(self) -> bool:
-        """True for a training that goes on from a checkpoint whose evaluation is not made, and none was before."""
-        return bool(self._owed) and not self.evaluations.metrics
 
     @property
     def is_idle(self) -> bool:
@@ -421,16 +415,12 @@ class Training:
         judged = owed if self.settings.monitor is not None else closed
         if self.is_complete and not owed:  # training ended within an epoch: the saved model was not evaluated yet
             owed = [Epoch(min(self.ledger.epoch, self.ledger.num_epochs - 1))]
-            judged = owed if self.checkpoints.is_evaluate_new else judged
         there = present(self.members)
+        parts = self._begin_evaluation(owed, there or self.members) if owed and self.settings.has_evaluation else {}
         is_foreseen = received.checkpoint_writer in there
         writer = received.checkpoint_writer if received.checkpoint_writer in there else self.choose_writer()
         assert writer is not None
-        # a rank whose `evaluate` fails first writes its own checkpoints, and no other's
-        by = {writer: self.members[writer]} if self.checkpoints.is_evaluate_new else there or self.members
-        parts = self._begin_evaluation(owed, by) if owed and self.settings.has_evaluation else {}
         checkpoint = self._begin_checkpoint(writer, judged, now_s, is_foreseen=is_foreseen)
-        self.checkpoints.is_evaluate_new &= not parts
         self.saver = saver if self.is_complete else None
         for rank in there:
             written = checkpoint if rank == writer else None
