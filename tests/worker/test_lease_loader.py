@@ -369,6 +369,25 @@ def test_what_a_callback_tells_a_data_set_does_not_reach_samples_of_another_epoc
         assert dataset.epoch == 7
 
 
+class Growing(Told):
+    """A curriculum: each epoch has ten samples more."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.size = 10**9 + 10 * epoch
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_data_set_whose_length_changes_with_the_epoch_is_refused(num_workers: int) -> None:
+    """Each epoch had the first one's samples, and the training succeeded without the others."""
+    loader, wake = loader_of(Growing(10**9), num_workers)
+    for epoch in range(2):
+        loader.add(LeasedPart(id=epoch + 1, epoch=epoch, offset=0, size=10))
+    assert take(loader, wake).data.shape == (10,)
+    with pytest.raises((InvalidJob, UserCodeRaised), match=r"had 1000000000 .* has 1000000010 in epoch 1"):
+        take(loader, wake)
+    loader.stop()
+
+
 class Checked(Told):
     """A data set with a class that checks what is set, as those of pydantic do."""
 

@@ -122,9 +122,12 @@ class Fetch:
         instead: the result is `InParts`.
 
         With `tells_epoch` a data set that has `set_epoch` is told the epoch before each batch of another one. Nobody
-        else could: batches of two epochs are fetched in turn, ahead of training, and by several processes.
+        else could: batches of two epochs are fetched in turn, ahead of training, and by several processes. Its length
+        must not change by this, nor otherwise from epoch to epoch.
         """
         self._set_epoch = _taken_over(dataset) if tells_epoch else None
+        self._num_samples = len(dataset) if tells_epoch else 0
+        self._tells_epoch = tells_epoch
         self._told_epoch: int | None = None
         self._num_parts = num_parts if collate_fn else 1
         self._dataset = dataset
@@ -170,9 +173,8 @@ class Fetch:
     def _samples_at(self, indices: list[int], *, is_seeded: bool) -> list[Any] | FetchError:
         index: int | None = None
         try:
-            if indices and callable(self._set_epoch) and self._told_epoch != _epoch_of(indices):
-                self._told_epoch = _epoch_of(indices)
-                self._set_epoch(self._told_epoch)
+            if indices and (why := self._tell(_epoch_of(indices))):
+                return FetchError(why, "", InvalidJob(why))
             if indices and isinstance(self._dataset, Shards):
                 return self._dataset.read(indices, epoch=_epoch_of(indices), seed=self._seed if is_seeded else None)
             if indices and self._is_plain:  # its tensors as they are now: a script may have replaced them
@@ -186,6 +188,22 @@ class Fetch:
         except BaseException as error:
             self._note_shrunk(error, max(indices, default=-1))
             return self._broken(error, f"at sample {index} of the data set" if index is not None else "")
+
+    def _tell(self, epoch: int) -> str:
+        """Tells the data set the epoch. Returns what is wrong if its length has changed: each epoch has as many samples
+        as the data set had at first, and others would never be trained.
+        """
+        if not self._tells_epoch or self._told_epoch == epoch:
+            return ""
+        if callable(self._set_epoch):
+            self._set_epoch(epoch)
+        if (now := len(self._dataset)) != self._num_samples:
+            return (
+                f"{self._file_name}: the data set had {self._num_samples} samples, and has {now} in epoch {epoch}: its "
+                "len() must stay the same. Let set_epoch(epoch) choose which samples are at these numbers"
+            )
+        self._told_epoch = epoch
+        return ""
 
     def _note_shrunk(self, error: BaseException, last: int) -> None:
         try:
