@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from elche.v1 import averaging_pb2, averaging_pb2_grpc
+from elche_worker.collectives import sockets
 from elche_worker.collectives.operations import CollectiveFailed, RoundAborted
 from elche_worker.collectives.process_group import ProcessGroupCollectives
 from elche_worker.collectives.relay import Relay
@@ -106,8 +107,9 @@ def test_groups_that_are_built_at_once_know_their_sockets_apart(threads: ThreadP
 
 
 @pytest.mark.parametrize("is_own", [True, False], ids=["accepted", "made here"])
-def test_a_connection_that_is_shut_fails_for_nobody_who_writes(is_own: bool) -> None:
+def test_a_connection_that_is_shut_fails_for_nobody_who_writes(is_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """An operation of gloo whose first write fails waits forever."""
+    monkeypatch.setattr(sockets, "HELD_S", 400.0)
     with ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         made = stack.enter_context(socket.create_connection(server.getsockname()))
@@ -128,10 +130,20 @@ def test_a_connection_that_is_shut_fails_for_nobody_who_writes(is_own: bool) -> 
             there.sendall(b"x")
         assert there.recv(2) == b"xx"
         assert inherited.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == ESTABLISHED
-        del shut
+        shut._end()
         assert inherited.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != ESTABLISHED
-        assert there.recv(1) == b"", "the other end is told when the group is dropped, whoever has it open"
+        assert there.recv(1) == b"", "the other end is told then, whoever has it open"
         accepted.close()
+
+
+def test_a_rank_that_nobody_tells_to_abort_hears_of_it_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "HELD_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as made:
+        made.settimeout(100)
+        accepted, address = server.accept()
+        with accepted:
+            ShutConnections().add(set(), {address})
+            assert made.recv(1) == b""
 
 
 @pytest.mark.long(reason="random, and what it found is shown by the test before")
