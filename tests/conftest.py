@@ -16,7 +16,7 @@ os.environ["ELCHE_FOLDER"] = "none"  # ranks of tests leave notes beside their f
 os.environ["ELCHE_CONFIG"] = "/proc/none/elche.toml"  # not that of whoever runs the tests; nobody can write it
 os.environ.setdefault(
     "GOMP_SPINCOUNT", "1000"
-)  # threads of torch that wait: beside other tests they took 17 times as long
+)  # else idle threads of torch spin, and take the processors from other tests
 fork_server.install()
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")

@@ -29,6 +29,7 @@ from elche_worker.data.fetching import Fetch
 from elche_worker.data.lease_loader import BLOCK_BATCHES, LeasedPart, LeaseLoader, WorkerLost
 from elche_worker.device.rng import seed_all
 from elche_worker.device.transfer import to_device
+from elche_worker.process.leaving import ASK, leave_on_sigterm
 from elche_worker.user.loading import UserCodeRaised, describe_raised
 
 
@@ -209,10 +210,14 @@ class Deadly(Indices):
 
 @pytest.fixture
 def unsignalled() -> Iterator[None]:
-    """Once the main thread has used a `DataLoader`, PyTorch raises in it, whatever it does, when a worker dies."""
-    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    """Once the main thread has used a `DataLoader`, PyTorch raises in it, whatever it does, when a worker dies. Other
+    signals may be handled as by a rank until the test's end.
+    """
+    before = {one: signal.getsignal(one) for one in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, ASK)}
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGCHLD, before)
+    for one, handler in before.items():
+        signal.signal(one, handler)
 
 
 @pytest.mark.usefixtures("unsignalled")
@@ -238,10 +243,23 @@ class Signalled(Indices):
 @pytest.mark.usefixtures("unsignalled")
 def test_worker_processes_read_on_for_a_rank_that_is_to_leave() -> None:
     """They ended, and the rank failed: the work that it was to commit first was lost."""
+    leave_on_sigterm()
     loader, wake = loader_of(Signalled(10**9), num_workers=1)
     loader.add(LeasedPart(id=1, epoch=0, offset=0, size=20))
     assert [len(take(loader, wake).data) for _ in range(2)] == [10, 10]
     loader.stop()
+
+
+@pytest.mark.usefixtures("unsignalled")
+def test_worker_processes_of_what_is_no_rank_end_at_sigterm() -> None:
+    """multiprocessing sends it when a program ends, and waits: one that called job.run() and failed never ended."""
+    loader, wake = loader_of(Signalled(10**9), num_workers=1)
+    loader.add(LeasedPart(id=1, epoch=0, offset=0, size=20))
+    try:
+        with pytest.raises(RuntimeError, match=r"worker .* (exited unexpectedly|is killed by signal: Terminated)"):
+            take(loader, wake)
+    finally:
+        loader.stop()
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ class Presence:
         self._judging: dict[Stream[object], asyncio.TimerHandle] = {}
         """The newest grace time of each rank that has been away."""
         self._judging_agents: dict[AgentId, tuple[asyncio.TimerHandle, bool]] = {}
-        """The newest grace time of each agent that has been away, and True if it is that for when a rank is, too."""
+        """The newest grace time of each agent that has been away, and whether it is that for an agent and its ranks."""
 
     def on_agent_away(self, agent_id: AgentId) -> None:
         """Handles the end of an agent's stream. One without ranks is lost at once."""

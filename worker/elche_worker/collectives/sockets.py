@@ -38,15 +38,16 @@ class ShutConnections:
 
         A listening socket is left alone: gloo ends the process when its own fails.
         """
-        num_before = len(self._held)
+        is_new = False
         for one in _sockets():
             inode = os.fstat(one.fileno()).st_ino
             with self._lock, suppress(OSError):  # not connected, or closed meanwhile
                 is_meant = _address(one.getsockname()) in own or _address(one.getpeername()) in others
                 if is_meant and not _listens(one) and inode not in self._held:
                     self._held[inode] = os.dup(one.fileno())
+                    is_new = True
                     one.shutdown(socket.SHUT_RD)
-        if len(self._held) > num_before:
+        if is_new:
             timer = threading.Timer(HELD_S, self._end)
             timer.daemon = True
             timer.start()

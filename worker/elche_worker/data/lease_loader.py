@@ -26,6 +26,7 @@ from elche_worker.data.dataset import Order
 from elche_worker.data.fetching import Collate, Fetch, FetchError, Indices, begin_worker
 from elche_worker.data.prefetch import DeviceTransfer
 from elche_worker.device.transfer import InParts, num_bytes
+from elche_worker.process.leaving import leaves_later
 from elche_worker.process.parent import end_with_parent
 from elche_worker.telemetry.timeline import SpanRecorder
 
@@ -452,9 +453,11 @@ def _new_loader(
 def _begin_worker(parent_pid: int) -> Callable[[int], None]:
     def begin(worker: int) -> None:
         end_with_parent(parent_pid)
-        # All processes of a host get it where that is shut down, and the rank has work to commit first. No SIG_IGN:
-        # programs that the data set starts would inherit that.
-        signal.signal(signal.SIGTERM, lambda *_: None)
+        # All processes of a host get it where that is shut down, and the rank has work to commit first. A process that
+        # is no rank ends its workers by it, and waits for them. No SIG_IGN: programs that the data set starts would
+        # inherit that.
+        if leaves_later():
+            signal.signal(signal.SIGTERM, lambda *_: None)
         begin_worker(None, worker)
 
     return begin

@@ -58,3 +58,8 @@ def leave_on_sigterm(ask: Callable[[], None] = lambda: None) -> Callable[[], boo
     signal.signal(ASK, on_ask)
     signal.signal(signal.SIGTERM, on_sigterm)  # last: without real-time signals, ASK is SIGTERM
     return take_back
+
+
+def leaves_later() -> bool:
+    """True in a rank, and in processes that it forks: at SIGTERM it goes on, to commit its work first."""
+    return callable(signal.getsignal(ASK))

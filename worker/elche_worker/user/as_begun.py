@@ -50,8 +50,8 @@ def keep_modules(path: Path, packages: str) -> None:
 
 
 def import_as_begun(path: Path) -> None:
-    """Lets this process import the modules that a rank of the job has kept as they were then. What it has imported is
-    none of the user's.
+    """Lets this process import the modules that a rank of the job has kept as they were then. Modules that it
+    has imported before this call are none of the user's.
     """
     sys.modules.pop(BEGINS, None)
     sys.modules[BEGINS] = ModuleType(BEGINS)
