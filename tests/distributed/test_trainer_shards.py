@@ -165,8 +165,8 @@ def test_el_che_gives_the_fast_one_more_batches(worlds: Worlds) -> None:
     sizes, _, throughput, counts = first
     assert sizes[0] == [32, 32]
     assert counts[1] == 4
-    assert 8 <= counts[0] <= 14
     assert throughput[0] > 2 * throughput[1] > 0
+    assert 8 <= counts[0] <= 5 * throughput[0] / throughput[1], "a rank may be slow by chance on a busy machine"
 
 
 # Whole batches

@@ -70,7 +70,8 @@ def train_step(model, batch, before=train_step):
         rounds.append("wrong")
         with torch.no_grad():
             model.weight[0, 0] = 1e6
-    time.sleep(0.01)  # longer than an averaging on a busy machine: else there are too few rounds
+    # Longer than an averaging on a busy machine: else there are too few rounds.
+    time.sleep(0.1 if this_rank().epoch >= 8 and len(rounds) < 30 else 0.01)
     return before(model, batch)
 """
 
