@@ -84,14 +84,23 @@ def test_a_rank_whose_first_batches_are_slow_has_its_share_soon(simulate, shared
     assert share(simulation, 1, 10, 24) == pytest.approx(1 / 3.3, abs=0.03)
 
 
-@pytest.mark.parametrize("averaging", ["overlapped", "blocking"])
-def test_a_rank_that_was_slow_for_a_while_has_its_share_again(simulate, averaging):
-    """Another program took its device: 1,000 ms a batch where an epoch takes 300."""
-    models = pair(changes=((3.0, 1000.0), (6.0, 46.0)))
+@pytest.mark.parametrize(
+    ("averaging", "from_s", "bar"), [("overlapped", 3.0, 0.92), ("overlapped", 5.0, 0.92), ("blocking", 5.0, 0.8)]
+)
+def test_a_rank_that_was_slow_for_a_while_has_its_share_again(simulate, averaging, from_s, bar):
+    """Another program took its device: 1,000 ms a batch where an epoch takes 300. The fraction was 0.71 when it got
+    nothing afterwards, and 0.81 when the other one trained on until it was done at that speed, and held what was left.
+    """
+    models = pair(changes=((from_s, 1000.0), (from_s + 3, 46.0)))
     simulation = simulate(models, dataset_size=230, epochs=60, **{**DEFAULT, "averaging": averaging})
-    reached = fraction(simulation)
-    assert share(simulation, 1, 40, 60) >= 0.25
-    assert averaging == "blocking" or reached >= 0.88  # 0.71 when it got nothing afterwards
+    assert fraction(simulation) >= bar
+    assert share(simulation, 1, 45, 60) >= 0.25
+
+
+def test_for_a_rank_that_becomes_slow_the_others_train_on_until_the_epoch_is_over(simulate):
+    """Four seconds of work are given out at once, and it takes longer than that. 0.82 when there was no more."""
+    simulation = simulate(pair(changes=((5.0, 1000.0), (25.0, 46.0))), dataset_size=230, epochs=100, **DEFAULT)
+    assert fraction(simulation) >= 0.96
 
 
 def test_one_stalled_batch_stops_nobody_else(simulate):

@@ -174,10 +174,11 @@ def test_patience_that_ends_while_paused_ends_the_job_when_it_goes_on(simulate, 
     pause(simulation)
     pass_time(simulation, LONG_S)
     assert simulation.training.ended_early
+    begun = 1 + max(lease.epoch for leases in ledger.rank_leases.values() for lease in leases.leases)
     pause(simulation, is_paused=False)
     result = simulation.run(limit_s=2 * LONG_S)
     assert result.outcome is Outcome.SUCCEEDED
-    assert result.epochs <= 3, "what is leased by then is trained, and no other epoch is begun"
+    assert result.epochs <= begun < 6, "what is leased by then is trained, and no other epoch is begun"
 
 
 def open_samples(ledger):

@@ -17,6 +17,7 @@ from elche_coordinator.core.pacing.counts import (
     elapsed_ms,
     finish_ms,
     in_samples,
+    lead_ms,
     spare_batches,
     whole_span_ms,
     with_ms_per_batch,
@@ -221,7 +222,7 @@ class Cadence(Policy):
         lease = {pace.rank: max(0, counts[pace.rank] - pace.leased_total) for pace in paces}
         later: dict[Rank, int] = {}
         free: float = work.free_later
-        span_ms = self._span_ms(paces, counts, work)
+        span_ms = min(self._span_ms(paces, counts, work), lead_ms(paces))
         for pace in paces:
             leased_later = max(0, pace.leased_total - counts[pace.rank])
             fits = max(0, int((span_ms - finish_ms(pace, counts[pace.rank])) / (pace.ms_per_batch or 1.0) + 1e-9))
@@ -234,6 +235,7 @@ class Cadence(Policy):
             lease_samples=in_samples(paces, lease),
             lease_later=in_samples(paces, later),
             is_fixed=True,
+            ends_epoch=True,
             reason=f"{self._reason(paces, counts)}; it ends the epoch",
         )
 

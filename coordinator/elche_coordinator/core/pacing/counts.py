@@ -21,6 +21,10 @@ SPARE_MS = 30.0
 ROUND_TRIPS = 3.0
 """In addition, this many times that a message takes to a rank and back: for the announcement, the results, and the next
 leases."""
+LEAD_BATCHES, LEAST_LEAD_MS = 4, 1000.0
+"""While an epoch ends, ranks train batches of later ones for at most so many batches of the slowest rank, and for at
+least so many ms.
+"""
 OVERLAP_MARGIN = 1.25
 """If ranks train on during an averaging, in addition the longest recent one times this: the next may last longer."""
 
@@ -64,9 +68,9 @@ def counts_to_finish(paces: Sequence[Pace], num_batches: int) -> dict[Rank, int]
     high = max(finish_ms(pace, pace.leased_total + math.ceil(num_batches / pace.ratio)) for pace in paces)
     for _ in range(50):  # halvings, after which the interval is as small as floats distinguish
         middle = (low + high) / 2
-        dealt = added(pace.ratio * max(0, _fitting(pace, middle) - pace.leased_total) for pace in paces)
+        dealt = added(pace.ratio * max(0, fitting(pace, middle) - pace.leased_total) for pace in paces)
         low, high = (middle, high) if dealt <= num_batches else (low, middle)
-    more = {pace.rank: max(0, _fitting(pace, low) - pace.leased_total) for pace in paces}
+    more = {pace.rank: max(0, fitting(pace, low) - pace.leased_total) for pace in paces}
     pace_of = {pace.rank: pace for pace in paces}
     heap = [(finish_ms(pace, pace.leased_total + more[pace.rank] + 1), pace.rank) for pace in paces]
     heapq.heapify(heap)
@@ -99,8 +103,8 @@ def whole_span_ms(paces: Sequence[Pace], counts: dict[Rank, int], span_ms: float
 
 
 def _lost_until(paces: Sequence[Pace], counts: dict[Rank, int], end_ms: float) -> float:
-    fitting = {pace.rank: max(counts[pace.rank], _fitting(pace, end_ms)) for pace in paces}
-    return round(_loss(paces, fitting), 3)
+    most = {pace.rank: max(counts[pace.rank], fitting(pace, end_ms)) for pace in paces}
+    return round(_loss(paces, most), 3)
 
 
 def spare_batches(ms_per_batch: float, work: Work) -> int:
@@ -108,6 +112,15 @@ def spare_batches(ms_per_batch: float, work: Work) -> int:
     return max(
         2, math.ceil((SPARE_MS + ROUND_TRIPS * work.round_trip_ms + OVERLAP_MARGIN * work.overlap_ms) / ms_per_batch)
     )
+
+
+def lead_ms(paces: Sequence[Pace]) -> float:
+    """Training time in ms for which ranks get batches of later epochs while this one ends; without limit while a rank
+    evaluates, which is not over sooner than expected because a device is faster again.
+    """
+    if any(pace.delay_ms > 0 for pace in paces):
+        return math.inf
+    return max(LEAST_LEAD_MS, LEAD_BATCHES * max(pace.ms_per_batch or 1.0 for pace in paces))
 
 
 def arrivals_ms(paces: Sequence[Pace], counts: dict[Rank, int]) -> list[float]:
@@ -163,7 +176,7 @@ def _surely_dealt(paces: Sequence[Pace], most: dict[Rank, int], free: float) -> 
     """
 
     def needed(until_ms: float) -> dict[Rank, int]:
-        return {pace.rank: min(most[pace.rank], max(0, _fitting(pace, until_ms) - pace.leased_total)) for pace in paces}
+        return {pace.rank: min(most[pace.rank], max(0, fitting(pace, until_ms) - pace.leased_total)) for pace in paces}
 
     low = min(finish_ms(pace, pace.leased_total) for pace in paces)
     high = max(finish_ms(pace, pace.leased_total + most[pace.rank]) for pace in paces)
@@ -203,7 +216,7 @@ def elapsed_ms(pace: Pace) -> float:
     return pace.made * (pace.ms_per_batch or 1.0) + max(0.0, -pace.delay_ms)
 
 
-def _fitting(pace: Pace, horizon_ms: float) -> int:
+def fitting(pace: Pace, horizon_ms: float) -> int:
     """Batches, those made included, that are done within the horizon. The 1e-9 makes up for rounding: a batch that ends
     exactly at the horizon fits.
     """

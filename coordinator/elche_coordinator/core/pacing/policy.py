@@ -64,7 +64,11 @@ class RoundPlan:
     num_rounds: int = 1
     """Rounds to announce, one batch apart; more than one only under `sync`."""
     is_fixed: bool = False
-    """True if its targets are never revised: they end the epoch, or keep ranks within `max_batch_diff`."""
+    """True if its targets are not revised as those of other rounds: they end the epoch, or keep ranks within
+    `max_batch_diff`.
+    """
+    ends_epoch: bool = False
+    """True if every batch of the epoch that is left is in it."""
     is_announced: bool = True
     """False: the round is announced when it is due, and ranks train on until then."""
     reason: str

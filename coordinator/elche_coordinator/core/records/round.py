@@ -24,7 +24,9 @@ class Round:
     at_s: float
     """Time of its announcement or last revision."""
     is_fixed: bool = False
-    """True if its targets are never revised."""
+    """True if its targets are not revised as those of other rounds."""
+    ends_epoch: bool = False
+    """True if with it every batch of the epoch is made; its targets move to when that is expected."""
     is_granted: bool = False
     """True if it was not announced, but entered by grant while the coordinator was away."""
     checkpoint_writer: Rank | None = None

@@ -7,7 +7,7 @@ from elche.sums import added
 from elche_coordinator.core.messages.commands import SendLease, SendPermit, SendSyncNow
 from elche_coordinator.core.messages.ids import Epoch, GenerationId, Rank, RoundId
 from elche_coordinator.core.messages.spec import Lease
-from elche_coordinator.core.pacing.counts import arrivals_ms, spare_batches
+from elche_coordinator.core.pacing.counts import arrivals_ms, finish_ms, fitting, lead_ms, spare_batches
 from elche_coordinator.core.pacing.policy import Pace, Policy, Work
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords
@@ -25,6 +25,10 @@ FEW, LOOK_S = 100, 0.0005
 takes the same part of the coordinator's time however many there are."""
 REVISE_BATCHES = 0.5
 """Announced targets stay while the predicted arrivals differ by less than this many of the slowest batches."""
+END_BATCHES = 1.5
+"""A target of a round that ends an epoch is moved by more than this many of the slowest batches, or not at all: one of
+them the round may be longer by plan (`counts.whole_span_ms`).
+"""
 
 FIRST_EVALUATION_MS = 150.0
 """Assumed duration of a rank's first evaluation, or that of an epoch if that is shorter."""
@@ -187,7 +191,9 @@ class RoundScheduler:
         if plan.is_announced:
             counts = self._capped(plan.counts)
             after_steps = {rank: record.base_step + counts.get(rank, 0) for rank, record in self._members.items()}
-            self._announce(after_steps, now_s, count=plan.num_rounds, is_fixed=plan.is_fixed)
+            self._announce(
+                after_steps, now_s, count=plan.num_rounds, is_fixed=plan.is_fixed, ends_epoch=plan.ends_epoch
+            )
         else:
             self._announce_if_due(now_s)
         self._limits.update(self.rounds)
@@ -235,6 +241,7 @@ class RoundScheduler:
         *,
         count: int = 1,
         is_fixed: bool = False,
+        ends_epoch: bool = False,
         newer_batches: dict[Rank, int] | None = None,
     ) -> None:
         """Opens `count` rounds, the first at `after_steps`, each other one a batch later, in one message."""
@@ -251,6 +258,7 @@ class RoundScheduler:
                     targets=targets,
                     at_s=now_s,
                     is_fixed=is_fixed,
+                    ends_epoch=ends_epoch,
                     checkpoint_writer=writer if is_checkpoint else None,
                 )
             )
@@ -442,19 +450,13 @@ class RoundScheduler:
             has_entered = rank in opened.entered
             if away.get(rank) or pace.ms_per_batch is None or (has_entered and not self._overlaps):
                 continue
-            record = self._members[rank]
             count = pace.made + max(0, int((until_ms - pace.delay_ms) / pace.ms_per_batch))
             if is_for_late:
                 count = min(count, int(longest_ms / pace.ms_per_batch))
             # a rank that has entered gets no spare while another is late: hangs are found only while ranks wait, so it
             # must run out of work
             spare = 0 if has_entered and is_for_late else self._policy.spare(pace, work)
-            self._lease_on(rank, count + spare - pace.leased_total)
-            target = record.base_step + min(count, self._ledger.uncommitted_batches(rank)[1])
-            if not has_entered and target > opened.targets[rank]:
-                opened.at_s, opened.targets[rank] = now_s, target
-                self._arrivals.forget()
-                self._send_sync_now(rank, opened.id, target, 1, opened.id if opened.checkpoint_writer == rank else None)
+            self._train_beyond(opened, pace, count, spare, now_s)
 
     def _away_ms(self, pace: Pace, opened: Round, now_s: float) -> float:
         """Estimated time in ms until a rank has evaluated, or a late one reports; 0 for any other."""
@@ -500,10 +502,12 @@ class RoundScheduler:
         """Gives the open round new targets when its ranks would arrive at different times, unless a rank has entered
         it.
         """
-        if not self._can_revise() or self._training.committed is None:
-            return
         opened = self.rounds[0]
-        if now_s - opened.at_s < REVISE_EVERY_S or not self._may_differ(opened, record, now_s):
+        if now_s - opened.at_s < REVISE_EVERY_S or self._training.committed is None:
+            return
+        if opened.ends_epoch:
+            self._follow_end(opened, now_s)
+        if not self._can_revise() or not self._may_differ(opened, record, now_s):
             return
         paces = self._paces(now_s)
         if not _are_timed(paces):
@@ -522,6 +526,47 @@ class RoundScheduler:
         for pace in paces:
             target = self._members[pace.rank].base_step + counts[pace.rank]
             self._retarget(opened, pace.rank, target, self._policy.spare(pace, work))
+
+    def _follow_end(self, opened: Round, now_s: float) -> None:
+        """Moves the targets of a round that ends an epoch to when its batches of that epoch are expected. Ranks that
+        have made theirs train those of later epochs meanwhile, at most `lead_ms` ahead: a rank that was slow when the
+        round was planned may soon be as fast as before, and would have nothing to train while they hold so many.
+        """
+        may = self._policy.can_revise and self._settings.max_batch_diff is None and len(self.rounds) == 1
+        may = may and self._training.evaluations.is_idle  # for a rank that evaluates, `_train_on` does so
+        look_every_s = max(REVISE_EVERY_S, self._look_every_s)
+        if not may or opened.is_granted or now_s - self._arrivals.looked_s < look_every_s:
+            return
+        self._arrivals.looked_s = now_s
+        paces = self._paces(now_s)
+        awaited = [pace for pace in paces if pace.rank not in opened.entered]
+        if not awaited or not _are_timed(paces):
+            return
+        needed_ms = max(finish_ms(pace, max(pace.made, pace.leased)) for pace in awaited)
+        horizon_ms, apart_ms = min(needed_ms, lead_ms(paces)), END_BATCHES * self._slowest_ms
+        for pace in paces:
+            rank, base_step = pace.rank, self._members[pace.rank].base_step
+            count, has_entered = max(pace.leased, fitting(pace, horizon_ms)), rank in opened.entered
+            old = pace.leased_total if has_entered else opened.targets[rank] - base_step
+            old_ms = finish_ms(pace, old)
+            if old_ms > needed_ms + apart_ms and not has_entered:
+                opened.at_s = now_s
+                self._retarget(opened, rank, base_step + count, spare=0)
+            elif old_ms < min(needed_ms - apart_ms, horizon_ms / 2) and (self._overlaps or not has_entered):
+                spare = 0 if has_entered else self._policy.spare(pace, self._work())
+                self._train_beyond(opened, pace, count, spare, now_s)
+
+    def _train_beyond(self, opened: Round, pace: Pace, count: int, spare: int, now_s: float) -> None:
+        """Has a rank make `count` batches until the round, and leases `spare` more. Once it has entered it only gets
+        work.
+        """
+        rank, record = pace.rank, self._members[pace.rank]
+        self._lease_on(rank, count + spare - pace.leased_total)
+        target = record.base_step + min(count, self._ledger.uncommitted_batches(rank)[1])
+        if rank not in opened.entered and target > opened.targets[rank]:
+            opened.at_s, opened.targets[rank] = now_s, target
+            self._arrivals.forget()
+            self._send_sync_now(rank, opened.id, target, 1, opened.id if opened.checkpoint_writer == rank else None)
 
     def _may_differ(self, opened: Round, record: RankRecord, now_s: float) -> bool:
         """True if members may come to the round at different times, now that this one has reported; False soon after
