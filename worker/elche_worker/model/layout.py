@@ -385,6 +385,11 @@ class Layout:
         """The round's result, as views of the flat buffers, by name."""
         return {entry.name: view for entry, view in self.averaged()}
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The model's present tensors that are averaged, by name."""
+        found = {entry.name: entry.find() for entry, _ in self.averaged()}
+        return {name: one for name, one in found.items() if one is not None}
+
     @torch.no_grad()
     def swap(self) -> None:
         """Swaps the model's averaged tensors and the flat buffers."""
