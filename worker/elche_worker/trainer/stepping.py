@@ -438,7 +438,9 @@ class Stepper:
         self._optimizers.set_moments(given["optimizers"], given["stepped"], self._optimizers.names(self._model))
 
     def _averaged_parameters(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are averaged, in the model's order: an optimizer's may differ among ranks."""
+        """The parameters whose gradients are averaged, in the model's order: an optimizer's may differ among ranks, and
+        the order of a sum changes its last bits.
+        """
         averaged = set(self._optimizers.parameters_of(self.averager.averaged))
         return [one for one in self._model.parameters() if one in averaged]
 
@@ -451,8 +453,7 @@ class Stepper:
         if not self._has_gradients:
             return
         if self._config.max_grad_norm is not None and not self._has_cadence:
-            stepped = self._optimizers.parameters_of(self.averager.averaged)
-            clip_norm(stepped, self._config.max_grad_norm)
+            clip_norm(self._averaged_parameters(), self._config.max_grad_norm)
         for key in self.averager.averaged:
             check_unscaled(self._optimizers.by_key[key])
             make_step(self._optimizers.by_key[key])
@@ -533,6 +534,5 @@ class Stepper:
             return
         self._is_normalised = True
         if self._has_cadence and self._config.max_grad_norm is not None:
-            stepped = self._optimizers.parameters_of(self.averager.averaged)
-            clip_norm(stepped, self._config.max_grad_norm)
+            clip_norm(self._averaged_parameters(), self._config.max_grad_norm)
         self._forward.divide_gradients()
