@@ -414,8 +414,34 @@ def test_a_loop_goes_on_with_a_state_of_its_optimizers_own_form(tmp_path: Path) 
             if takes == "checkpoint":
                 other.load(str(tmp_path))
             else:
-                Optimizers(optimizer).set_moments(moments)
+                own = Optimizers(optimizer)
+                own.set_moments(moments, own.names(model), own.names(model))
             assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("takes", ["checkpoint", "moments"])
+def test_moments_belong_to_parameters_whose_order_in_the_optimizer_is_another(takes: str, tmp_path: Path) -> None:
+    """A group that was made of a set had another parameter's moments: those of another shape ended the first step, and
+    others were taken without a word.
+    """
+    config = TrainerConfig(device="cpu")
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    with Trainer.setup(model, SGD(model.parameters(), lr=0.1, momentum=0.9), config) as trainer:
+        (model[0](torch.ones(1, 2)) + 5 * model[1](torch.ones(1, 2))).sum().backward()
+        trainer.step()
+        trainer.save(str(tmp_path))
+        saved = Optimizers(trainer.optimizer)
+        moments, names = saved.moments(), saved.names(model)
+    optimizer = SGD([*model.parameters()][::-1], lr=0.1, momentum=0.9)
+    with Trainer.setup(model, optimizer, config) as other:
+        if takes == "checkpoint":
+            other.load(str(tmp_path))
+        else:
+            own = Optimizers(optimizer)
+            own.set_moments(moments, names, own.names(model))
+        for layer, gradient in zip(model, (1.0, 5.0), strict=True):
+            for parameter in layer.parameters():
+                assert torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.full_like(parameter, gradient))
 
 
 def resumed_with(place: Path, build: Callable[[Iterable[nn.Parameter]], Optimizer]) -> None:

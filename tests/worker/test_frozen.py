@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from elche.errors import InvalidJob
 from elche_worker.model.checkpoint import Loaded
@@ -92,6 +93,44 @@ def test_a_resumed_training_takes_its_own_base(world: Make, save_frozen: bool) -
     again = world(1, loaded=loaded, **ADAPTED | {"save_frozen": save_frozen})
     again.round(3)
     assert again.ranks[0].replica.layout.digest() == first.ranks[0].replica.layout.digest()
+
+
+WRAPPED = "_checkpoint_wrapped_module."
+
+
+class Recomputed(Adapted):
+    """The base computes its activations again in backward, and so its parameters have other names than in the state."""
+
+    def __init__(self, base: float = 2.0) -> None:
+        super().__init__(base)
+        block = nn.Sequential(self.base, nn.BatchNorm1d(3), nn.Linear(3, 3))
+        self.base: Any = checkpoint_wrapper(block)  # type: ignore[no-untyped-call, assignment]
+
+
+@pytest.mark.parametrize("ema", [None, 0.5])
+def test_a_model_whose_state_has_other_names_is_saved_as_others_are(ema: float | None, world: Make) -> None:
+    """Frozen parameters were in the files all the same, so that none could be resumed from; checkpoints had weights and
+    statistics of a rank's newer steps in place of the round's, and no moving average of them.
+    """
+    parts = ADAPTED | {"model": Recomputed, "ema": ema}
+    ranks = world(1, **parts)
+    replica = ranks.ranks[0].replica
+    ranks.round(1)
+    ranks.ranks[0].train(2)
+    ranks.all(lambda at, rank: rank.enter(2, may_be_checkpoint=True))
+    result = {name: one.clone() for name, one in replica.model.state_dict().items()}
+    ranks.ranks[0].train(1)
+    ranks.all(lambda at, rank: rank.replica.apply_result())
+    means = {name.replace(WRAPPED, ""): one for name, one in replica.averaging.reduction.mean().items()}
+    loaded = written(replica, 2, training='{"version": 2, "samples": 8}')
+    base = {"base.0.weight", "base.0.bias", "again.weight", "again.bias"}
+    assert loaded.weights.keys() == result.keys() - base
+    assert not loaded.state["buffers"]
+    for name in loaded.weights.keys() - {"base.1.num_batches_tracked"}:  # rounds do not average a counter
+        assert torch.equal(loaded.weights[name], result[name]), name
+        assert torch.equal(loaded.model[name], means.get(name, result[name])), name
+    assert not ema or not torch.equal(loaded.model["base.2.bias"], result["base.2.bias"])
+    world(1, loaded=loaded, **parts).round(3)
 
 
 def test_a_resumed_training_with_another_base_is_refused(world: Make) -> None:

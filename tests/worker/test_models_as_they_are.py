@@ -438,6 +438,31 @@ def test_what_no_file_can_hold_is_refused_before_training(model: Any, said: str)
         check_savable(model())
 
 
+class OnlyHead(nn.Module):
+    """Leaves its body out of its state, as models do whose body is a library's, and loads what is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def state_dict(self, *arguments: Any, **named: Any) -> Any:
+        state = super().state_dict(*arguments, **named)
+        return {name: one.float() for name, one in state.items() if name.startswith("head")}
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state, strict=False, assign=assign)
+
+
+def test_what_is_trained_and_not_in_a_models_state_is_refused() -> None:
+    """A resumed job went on with a body as model() makes it, in silence."""
+    model = OnlyHead()
+    with pytest.raises(InvalidJob, match=r"body\.weight is trained, and its state_dict\(\) leaves it out"):
+        check_savable(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    check_savable(model, [torch.optim.SGD(model.head.parameters(), lr=0.1)])
+    model.body.requires_grad_(False)
+    check_savable(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+
+
 def test_sparse_and_quantized_buffers_that_no_file_holds_are_left_alone() -> None:
     model = sparse(persistent=False)
     model.register_buffer("table", torch.quantize_per_tensor(torch.rand(4), 0.1, 0, torch.qint8), persistent=False)

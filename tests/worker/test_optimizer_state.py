@@ -53,6 +53,14 @@ def test_the_optimizer_s_state_has_a_policy(policy: str, moment: str | None, ste
     assert [found.get(name) for name in names] == [moment, moment, step]
 
 
+def test_the_optimizers_state_is_in_the_models_order_whatever_that_of_its_groups() -> None:
+    """Ranks whose groups are made of sets were refused, as if their models differed."""
+    alike = [
+        layout_of(*parts(make), optimizer_state="average").hash for make in (Adam, lambda given: Adam(given[::-1]))
+    ]
+    assert alike[0] == alike[1]
+
+
 @pytest.mark.parametrize(
     "make",
     [

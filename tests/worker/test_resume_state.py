@@ -9,10 +9,11 @@ from torch import nn
 
 from elche.errors import InvalidJob
 from elche_worker.device.rng import capture_rng_state
-from elche_worker.model.optimizer_state import check_is_alike, other_options
+from elche_worker.model.optimizer_state import check_is_alike, in_order_of, names_of, other_options
 from elche_worker.model.step import Built
 from elche_worker.rank.checkpoint_capture import CheckpointCapture
 from elche_worker.user.schedule import LearningRates
+from support.replicas import Make, written
 
 
 def resumed(
@@ -80,6 +81,51 @@ def test_only_the_rank_that_wrote_the_checkpoint_has_its_random_numbers_and_no_t
     torch.manual_seed(11)
     assert drawn[0] == tuple(torch.rand(4).tolist())
     assert len(set(drawn)) == 3
+
+
+@pytest.mark.parametrize("knows_names", [True, False])
+def test_moments_go_to_the_parameters_of_their_names(knows_names: bool) -> None:
+    """Groups that are made of sets have another order in each process: a resumed job failed in its first step, or had
+    the moments of another parameter of the same shape. A checkpoint of before has no names.
+    """
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    then = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    now = torch.optim.SGD([*model.parameters()][::-1], lr=0.1, momentum=0.9)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, float(number))
+    then.step()
+    saved, present = (names_of(model, one) if knows_names else [] for one in (then, now))
+    now.load_state_dict(in_order_of(then.state_dict(), saved, present))
+    expected = [0.0, 1.0, 2.0, 3.0] if knows_names else [3.0, 2.0, 1.0, 0.0]
+    assert [now.state[one]["momentum_buffer"].max().item() for one in model.parameters()] == expected
+
+
+def test_moments_of_a_parameter_that_the_optimizer_does_not_have_any_more_are_left() -> None:
+    state = {"state": {0: "of a", 1: "of b", "all": "of all"}, "param_groups": []}
+    assert in_order_of(state, ["a", "b"], ["b", "c"])["state"] == {"all": "of all", 0: "of b"}
+
+
+def test_a_job_goes_on_with_the_moments_of_each_parameter_whatever_its_place(world: Make) -> None:
+    orders = iter([slice(None), slice(None, None, -1)])
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*model.parameters()][next(orders)], lr=0.01, momentum=0.9)
+
+    parts: dict[str, Any] = {
+        "model": lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1)),
+        "optimizer": optimizer,
+    }
+    first = world(1, **parts)
+    first.round(1)
+    first.ranks[0].train(2)
+    first.all(lambda at, rank: rank.enter(2, may_be_checkpoint=True))
+    first.all(lambda at, rank: rank.replica.apply_result())
+    loaded = written(first.ranks[0].replica, 2, training='{"version": 2, "samples": 8}')
+    again = world(1, loaded=loaded, **parts)
+    before, after = (one.ranks[0].replica for one in (first, again))
+    for then, now in zip(before.model.parameters(), after.model.parameters(), strict=True):
+        momentum = before.optimizers[0].state[then]["momentum_buffer"]
+        assert torch.equal(after.optimizers[0].state[now]["momentum_buffer"], momentum)
 
 
 def parameters() -> list[nn.Parameter]:

@@ -50,6 +50,7 @@ from elche.manifest import (
 )
 from elche.output import notice
 from elche_worker.model.frozen import completed, metadata_of, read_weights
+from elche_worker.model.storage import place_of
 from elche_worker.model.tensors import (
     Piece,
     can_hold,
@@ -461,6 +462,7 @@ def other_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of the buffers that `state_dict` leaves out. Those that no file can hold (sparse ones) are left to
     `model()`.
     """
-    persistent = model.state_dict().keys()
-    named = model.named_buffers()
-    return {name: copied(buffer) for name, buffer in named if name not in persistent and can_hold(buffer)}
+    persistent = model.state_dict()
+    places = {place_of(one) for one in persistent.values() if can_hold(one) and one.numel()}  # a name may be another
+    named = ((name, one) for name, one in model.named_buffers() if name not in persistent and can_hold(one))
+    return {name: copied(buffer) for name, buffer in named if place_of(buffer) not in places}

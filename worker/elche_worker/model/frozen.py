@@ -10,6 +10,8 @@ from torch import nn
 
 from elche.errors import InvalidJob
 from elche_worker.model.layout import Layout, digest_of
+from elche_worker.model.storage import place_of
+from elche_worker.model.tensors import can_hold
 
 DIGEST = "elche_frozen"
 """The digest's name in the metadata of a safetensors file that leaves frozen parameters out."""
@@ -19,9 +21,9 @@ class LeftOut:
     """The frozen parameters that a job's files leave out; none if it keeps them."""
 
     def __init__(self, model: nn.Module, layout: Layout, *, keeps: bool) -> None:
-        named = model.named_parameters(remove_duplicate=False)
-        self.names = frozenset(name for name, parameter in named if not (keeps or parameter.requires_grad))
-        """Names of the parameters; a tied one has several."""
+        saved = _saved(model).items()
+        self.names = frozenset(name for name, parameter in saved if not (keeps or parameter.requires_grad))
+        """Names of the parameters in a `state_dict`; a tied one has several."""
         self.digest = _digest(model, self.names) if self.names else ""
         """Digest of the parameters as `model()` has made them; empty if none are left out."""
         self._in_rounds = layout.frozen_digest() if self.names else None
@@ -57,7 +59,7 @@ def completed(model: nn.Module, weights: Mapping[str, torch.Tensor], digest: str
     """
     if not digest:
         return dict(weights)
-    own = {name: one.detach() for name, one in model.named_parameters(remove_duplicate=False) if name not in weights}
+    own = {name: one.detach() for name, one in _saved(model).items() if name not in weights}
     if _digest(model, own) != digest:
         raise InvalidJob(
             f"{what} is without its frozen parameters (save_frozen=False), and model() makes others than it was "
@@ -67,4 +69,20 @@ def completed(model: nn.Module, weights: Mapping[str, torch.Tensor], digest: str
 
 
 def _digest(model: nn.Module, names: Collection[str]) -> str:
-    return f"{digest_of(one for name, one in model.named_parameters() if name in names):016x}"
+    left_out = {one for name, one in _saved(model).items() if name in names}
+    return f"{digest_of(one for one in model.parameters() if one in left_out):016x}"
+
+
+def _saved(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters under their names in the model's `state_dict`, which may be others than its own: torch's
+    `checkpoint_wrapper` takes its part out of them. Under their own where it has none of their memory.
+    """
+    state = model.state_dict()
+    names: dict[object, list[str]] = {}
+    for name, tensor in state.items():
+        if can_hold(tensor) and tensor.numel():
+            names.setdefault(place_of(tensor), []).append(name)
+    saved: dict[str, nn.Parameter] = {}
+    for name, one in model.named_parameters(remove_duplicate=False):
+        saved |= dict.fromkeys([name] if name in state else names.get(place_of(one), [name]), one)
+    return saved

@@ -385,6 +385,11 @@ class Layout:
         """The round's result, as views of the flat buffers, by name."""
         return {entry.name: view for entry, view in self.averaged()}
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The model's present tensors that are averaged, by name."""
+        found = {entry.name: entry.find() for entry, _ in self.averaged()}
+        return {name: one for name, one in found.items() if one is not None}
+
     @torch.no_grad()
     def swap(self) -> None:
         """Swaps the model's averaged tensors and the flat buffers."""
@@ -512,10 +517,14 @@ def _entry(
 
 
 def _optimizer_entries(model: nn.Module, optimizer: Optimizer, policy: str) -> list[LayoutEntry]:
-    """The optimizer's state tensors, named after their parameters. Step counters are broadcast."""
+    """The optimizer's state tensors, named after their parameters, and in the order of the model: a group that is made
+    of a set has another in each process. Step counters are broadcast.
+    """
     names = {parameter: name for name, parameter in model.named_parameters()}
+    places = {parameter: place for place, parameter in enumerate(names)}
+    stepped = enumerate(parameter for group in optimizer.param_groups for parameter in group["params"])
     entries = []
-    for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+    for index, parameter in sorted(stepped, key=lambda one: places.get(one[1], len(places))):
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             data = _plain(value) if isinstance(value, torch.Tensor) and value.numel() else None
             if data is not None:

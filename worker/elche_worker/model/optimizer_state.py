@@ -1,9 +1,10 @@
-"""Checks that an optimizer's state in a checkpoint is of the job's optimizer."""
+"""Checks that an optimizer's state in a checkpoint is of the job's optimizer, and puts it in that one's order."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from elche.errors import InvalidJob
@@ -22,6 +23,27 @@ def groups_in(state: Mapping[str, Any], optimizer: Optimizer) -> Groups:
 def sizes_of(optimizers: Iterable[Optimizer]) -> list[list[int]]:
     """The number of parameters of each group."""
     return [[len(group["params"]) for group in one.param_groups] for one in optimizers]
+
+
+def names_of(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """The names of the optimizer's parameters, in its order; "" for those that are not in the model."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [names.get(parameter, "") for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def in_order_of(state: Mapping[str, Any], saved: Sequence[str], present: Sequence[str]) -> dict[str, Any]:
+    """An optimizer's saved state with the moments of each parameter at its present place. torch numbers them, and the
+    parameters of a group that is made of a set come in another order in each process. `saved` and `present` are
+    results of `names_of`. A state of another form, or of parameters that no model has, stays as it is.
+    """
+    moments = state.get("state")
+    if not isinstance(moments, Mapping) or list(saved) == list(present) or "" in (*saved, *present):
+        return dict(state)
+    places = {name: place for place, name in enumerate(saved)}
+    numbers = set(places.values())
+    others = {key: one for key, one in moments.items() if key not in numbers}
+    moved = {at: moments[places[name]] for at, name in enumerate(present) if places.get(name) in moments}
+    return {**state, "state": others | moved}
 
 
 def check_is_alike(optimizer: Optimizer, saved: Groups, path: str) -> None:

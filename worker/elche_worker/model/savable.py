@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from elche.errors import InvalidJob
+from elche_worker.model.storage import storage_of
 from elche_worker.model.tensors import can_hold, described, flattened, is_plain, unflattened
 from elche_worker.user.loading import check_json
 
@@ -84,9 +85,9 @@ def check_steps(optimizers: Iterable[Optimizer]) -> None:
             )
 
 
-def check_savable(model: nn.Module, without: Iterable[str] = ()) -> None:
-    """Raises `InvalidJob`, naming it, for a value that files cannot hold, or a state that the model cannot load. Names
-    in `without` are left out of files.
+def check_savable(model: nn.Module, optimizers: Iterable[Optimizer] = (), without: Iterable[str] = ()) -> None:
+    """Raises `InvalidJob`, naming it, for a value that files cannot hold, a parameter of the optimizers that the model
+    leaves out of its state, or a state that the model cannot load. Names in `without` are left out of files.
     """
     left_out = set(without)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -105,6 +106,7 @@ def check_savable(model: nn.Module, without: Iterable[str] = ()) -> None:
         raise InvalidJob(f"the model's {name} is {described(value)}, which a safetensors file cannot hold: {way}")
     if any(hasattr(one, "device_mesh") for one in state.values()):
         return
+    _check_has_trained(parameters, state, optimizers)
     try:
         model.load_state_dict(state)
     except Exception as error:
@@ -112,6 +114,21 @@ def check_savable(model: nn.Module, without: Iterable[str] = ()) -> None:
             "the model cannot load its own state_dict(), so that no checkpoint of it could be resumed: "
             f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         ) from None
+
+
+def _check_has_trained(
+    parameters: Mapping[str, nn.Parameter], state: Mapping[str, Any], optimizers: Iterable[Optimizer]
+) -> None:
+    """Raises `InvalidJob` for a parameter of the optimizers that is not in the state, under any name."""
+    stepped = {one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    saved = {storage_of(one) for one in state.values() if can_hold(one)}
+    for name, one in parameters.items():
+        if one in stepped and one.requires_grad and name not in state and storage_of(one) not in saved:
+            raise InvalidJob(
+                f"the model's {name} is trained, and its state_dict() leaves it out, so that no checkpoint and no "
+                "model file has it: let state_dict() return all that the optimizer has, or give the optimizer only "
+                "what is in it"
+            )
 
 
 def check_state(optimizers: Sequence[Optimizer]) -> None:

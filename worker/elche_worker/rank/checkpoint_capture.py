@@ -13,7 +13,7 @@ from elche_worker.model.checkpoint import CheckpointData, Loaded, other_buffers,
 from elche_worker.model.frozen import LeftOut
 from elche_worker.model.layout import Layout
 from elche_worker.model.modes import Switches
-from elche_worker.model.optimizer_state import check_is_alike, groups_in, other_options
+from elche_worker.model.optimizer_state import check_is_alike, groups_in, in_order_of, names_of, other_options
 from elche_worker.model.own_state import OwnState
 from elche_worker.model.step import Built, TrainStep
 from elche_worker.model.storage import place_of, results_of_views
@@ -54,6 +54,8 @@ class CheckpointCapture:
         self._names = persistent_tensors(built.model).keys() | dict(built.model.named_buffers()).keys()
         """The tensors that are saved: those that a new model has, and not buffers that only a forward pass creates."""
         self._names -= left_out.names
+        self._stepped = [names_of(built.model, one) for one in built.all_optimizers]
+        """The names of each optimizer's parameters, in its order."""
         self._spare: list[CheckpointData] = []
         """At most one checkpoint that was written: its memory is used again, since allocating costs more."""
 
@@ -63,6 +65,7 @@ class CheckpointCapture:
         return {
             "rank": self._rank,
             "optimizers": copied([one.state_dict() for one in self._built.all_optimizers], old.get("optimizers")),
+            "stepped": self._stepped,
             "scaler": copied(self._step.scaler.state_dict()),
             "random": capture_rng_state(),
         }
@@ -78,9 +81,10 @@ class CheckpointCapture:
         buffers = other_buffers(self._built.model)
         state["buffers"] = {name: one for name, one in buffers.items() if name in self._names}
         live = {name: one for name, one in persistent_tensors(self._built.model).items() if name in self._names}
-        results = _under_all_names(live, self._layout.result_views())
+        own = self._layout.tensors()
+        results = _under_all_names(live, own, self._layout.result_views())
         mean = self._reduction.mean()
-        mean |= _under_all_names(live, mean)
+        mean |= _under_all_names(live, own, mean)
         with self._streams.communication():
             results |= results_of_views(live, results)
             mean |= results_of_views(live, mean) if mean else {}
@@ -124,12 +128,15 @@ class CheckpointCapture:
         the checkpoint, in its group's leader; all other processes reseed theirs.
         """
         loaded.restore_model(self._built.model)
-        for optimizer, state in zip(self._built.all_optimizers, loaded.state["optimizers"], strict=True):
+        states, stepped = loaded.state["optimizers"], loaded.state.get("stepped", self._stepped)
+        for optimizer, state, saved, present in zip(
+            self._built.all_optimizers, states, stepped, self._stepped, strict=True
+        ):
             groups = groups_in(state, optimizer)
             check_is_alike(optimizer, groups, loaded.path)
             if self._rank == 0 and is_leader and (other := other_options(optimizer, groups)):
                 print(f"elche: {type(optimizer).__name__} goes on as in the checkpoint, with {other}", flush=True)
-            optimizer.load_state_dict(_divided_as(optimizer, state))
+            optimizer.load_state_dict(_divided_as(optimizer, in_order_of(state, saved, present)))
         self._rates.reset()  # the loaded optimizers have the rates of the time of the checkpoint
         if "rates" in loaded.state:
             self._rates.restore(loaded.state["rates"])
@@ -160,9 +167,13 @@ def _copy(
         data.weights[name] = Piece.of(live[name], target) if is_divided(live[name]) else target
 
 
-def _under_all_names(live: dict[str, torch.Tensor], views: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The view that stands for each of the model's tensors, under each of its names."""
-    by_place = {place_of(live[name]): view for name, view in views.items() if name in live}
+def _under_all_names(
+    live: dict[str, torch.Tensor], own: dict[str, torch.Tensor], views: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The view that stands for each of the model's tensors, under each of its names in `live`. Views have the names of
+    `own`, which may be others: torch's `checkpoint_wrapper` takes its part out of those of a `state_dict`.
+    """
+    by_place = {place_of(live.get(name, own[name])): view for name, view in views.items() if name in own}
     return {name: by_place[place_of(tensor)] for name, tensor in live.items() if place_of(tensor) in by_place}
 
 

@@ -257,7 +257,7 @@ class Replica:
         """Checks that checkpoints and the trained model can be written and read. Where ranks share evaluations,
         evaluates a batch and drops the outcome (protocol P12.10). With `warms_up`, also trains a batch without effect.
         """
-        check_savable(self.model, self._left_out.names)
+        check_savable(self.model, self.optimizers, self._left_out.names)
         check_state(self.optimizers)
         with self.own_state.on_trial():
             self._rehearse_functions(warms_up=warms_up)

@@ -78,7 +78,7 @@ class LoopCheckpoints:
             raise Misuse("checkpoint_every_minutes needs a place: give checkpoint_dir, or set ELCHE_CHECKPOINT_DIR")
         try:
             flattened(extra := extra_of(self._model), {}, where="the model's extra state")
-            check_savable(self._model, extra)
+            check_savable(self._model, self._optimizers, extra)
             check_state([*self._optimizers])
             self._sizes = _sizes_of_buffers(self._model)
         except (InvalidJob, ValueError) as error:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from elche.errors import Misuse
-from elche_worker.model.optimizer_state import check_is_alike, groups_in, other_options
+from elche_worker.model.optimizer_state import check_is_alike, groups_in, in_order_of, names_of, other_options
 
 Key = str | int
 Given = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
@@ -76,18 +76,25 @@ class Optimizers:
             return self.first.state_dict()
         return {str(key): one.state_dict() for key, one in self.by_key.items()}
 
+    def names(self, model: nn.Module) -> dict[str, list[str]]:
+        """The names of each optimizer's parameters, by key, in its order."""
+        return {str(key): names_of(model, one) for key, one in self.by_key.items()}
+
     def moments(self) -> dict[str, Any]:
         """The optimizers' states of parameters, by key, without settings, which the script may change as it trains. A
         state without torch's key "state" is given whole.
         """
         states = {str(key): one.state_dict() for key, one in self.by_key.items()}
-        return {key: one.get("state", one) for key, one in states.items()}
+        return {key: {"state": one["state"]} if "state" in one else one for key, one in states.items()}
 
-    def set_moments(self, moments: Mapping[str, Any]) -> None:
-        """Replaces the states of parameters by those that `moments` returned."""
+    def set_moments(
+        self, moments: Mapping[str, Any], saved: Mapping[str, Sequence[str]], present: Mapping[str, Sequence[str]]
+    ) -> None:
+        """Replaces the states of parameters by those that `moments` returned on a rank where `names` are `saved`."""
         for key, one in self.by_key.items():
-            present, given = one.state_dict(), moments[str(key)]
-            one.load_state_dict({**present, "state": given} if "state" in present else given)
+            own, given = one.state_dict(), moments[str(key)]
+            given = in_order_of(given, saved[str(key)], present[str(key)])
+            one.load_state_dict({**own, **given} if "state" in own else given)
 
     def settings(self) -> list[dict[str, Any]]:
         """The settings of each group of parameters, such as its learning rate."""
@@ -99,9 +106,16 @@ class Optimizers:
         for group, given in zip((group for one in self for group in one.param_groups), settings, strict=True):
             group.update(given)
 
-    def load_state_dict(self, state: Mapping[str, Any], path: str) -> str:
-        """Loads the result of `state_dict`, of the checkpoint `path`. Returns text of the options, besides learning
-        rates, that it had otherwise. Raises `ValueError` or `InvalidJob` if it is of other optimizers.
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any],
+        path: str,
+        saved: Mapping[str, Sequence[str]],
+        present: Mapping[str, Sequence[str]],
+    ) -> str:
+        """Loads the result of `state_dict`, of the checkpoint `path`, where `names` were `saved`. Returns text of the
+        options, besides learning rates, that it had otherwise. Raises `ValueError` or `InvalidJob` if it is of other
+        optimizers.
         """
         states = dict(state) if self.are_several else {"0": dict(state)}
         if set(states) != set(map(str, self.by_key)):
@@ -111,7 +125,7 @@ class Optimizers:
             groups = groups_in(states[str(key)], one)
             check_is_alike(one, groups, path)
             others.append(other_options(one, groups))
-            one.load_state_dict(states[str(key)])
+            one.load_state_dict(in_order_of(states[str(key)], saved[str(key)], present[str(key)]))
         return ", ".join(filter(None, others))
 
 

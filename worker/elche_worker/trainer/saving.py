@@ -99,6 +99,7 @@ class Saver:
             self._writing.result()
         state = {
             "optimizer": copied(optimizers.state_dict()),
+            "stepped": optimizers.names(model),
             "buffers": other_buffers(model),
             "extra": copied(extra_of(model)),
             "plan": copied(plan),
@@ -162,7 +163,9 @@ def restore(path: str, model: nn.Module, optimizers: Optimizers, number: int | N
         )
     try:
         loaded.restore_model(model)
-        others = optimizers.load_state_dict(loaded.state["optimizer"], loaded.path)
+        present = optimizers.names(model)
+        saved = loaded.state.get("stepped", present)
+        others = optimizers.load_state_dict(loaded.state["optimizer"], loaded.path, saved, present)
     except InvalidJob as error:
         more = ""
         if "groups had" in str(error):

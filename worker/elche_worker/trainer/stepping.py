@@ -409,15 +409,14 @@ class Stepper:
         }
         if self._is_finished:
             given["model"] = [*self._tensors()]
-            given["optimizers"] = self._optimizers.moments()
+            given["optimizers"], given["stepped"] = self._optimizers.moments(), self._optimizers.names(self._model)
         else:
-            stepped = self._optimizers.parameters_of(self.averager.averaged)
-            given["gradients"] = [packed(parameter.grad) for parameter in stepped]
+            given["gradients"] = [packed(parameter.grad) for parameter in self._averaged_parameters()]
         return given
 
     def _take(self, given: dict[str, Any]) -> Averaged:
         """Takes in another rank's `_give`: averaged gradients, or model and optimizer states, which `finish` adopts."""
-        stepped = self._optimizers.parameters_of(self.averager.averaged)
+        stepped = self._averaged_parameters()
         if "model" in given:
             self._adopted = given
             for parameter in stepped:
@@ -436,7 +435,14 @@ class Stepper:
         given, self._adopted = self._adopted, None
         for own, other in zip(self._tensors(), given["model"], strict=True):
             own.copy_(other)
-        self._optimizers.set_moments(given["optimizers"])
+        self._optimizers.set_moments(given["optimizers"], given["stepped"], self._optimizers.names(self._model))
+
+    def _averaged_parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are averaged, in the model's order: an optimizer's may differ among ranks, and
+        the order of a sum changes its last bits.
+        """
+        averaged = set(self._optimizers.parameters_of(self.averager.averaged))
+        return [one for one in self._model.parameters() if one in averaged]
 
     def _tensors(self) -> list[torch.Tensor]:
         parameters = [*self._model.parameters()]
@@ -447,8 +453,7 @@ class Stepper:
         if not self._has_gradients:
             return
         if self._config.max_grad_norm is not None and not self._has_cadence:
-            stepped = self._optimizers.parameters_of(self.averager.averaged)
-            clip_norm(stepped, self._config.max_grad_norm)
+            clip_norm(self._averaged_parameters(), self._config.max_grad_norm)
         for key in self.averager.averaged:
             check_unscaled(self._optimizers.by_key[key])
             make_step(self._optimizers.by_key[key])
@@ -529,6 +534,5 @@ class Stepper:
             return
         self._is_normalised = True
         if self._has_cadence and self._config.max_grad_norm is not None:
-            stepped = self._optimizers.parameters_of(self.averager.averaged)
-            clip_norm(stepped, self._config.max_grad_norm)
+            clip_norm(self._averaged_parameters(), self._config.max_grad_norm)
         self._forward.divide_gradients()
