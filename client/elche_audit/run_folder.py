@@ -143,15 +143,16 @@ def _read_record(folder: Path, run: RunFolder) -> None:
         if state not in ENDS:
             run.missing.append(f"{RECORD} says that the job is {state[:40]}: has it ended?")
             return
-        run.result = {"state": state, "committed_samples": samples}
-        run.result |= {one: str(record.get(one, "")) for one in ("ended_early", "model_is")}
-        run.result |= {one: int(record[one]) for one in ("rounds", "discarded", "dataset_size") if one in record}
-        run.result["checkpoints"] = [
+        told: dict[str, Any] = {"state": state, "committed_samples": samples}
+        told |= {one: str(record.get(one, "")) for one in ("ended_early", "model_is")}
+        told |= {one: int(record[one]) for one in ("rounds", "discarded", "dataset_size") if one in record}
+        told["checkpoints"] = [
             (str(one["path"]), int(one["version"]), int(one["global_step"])) for one in record.get("checkpoints", ())
         ]
-        run.result["round_reports"] = [
+        told["round_reports"] = [
             (int(one["round"]), int(one["version"]), int(one["samples"])) for one in record.get("round_reports", ())
         ]
+        run.result = told
     except FileNotFoundError:
         return
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):

@@ -1228,6 +1228,12 @@ def damaged_result(run: Run) -> None:
     (run.folder / "record.json").write_text("{")
 
 
+def record_of_no_checkpoint(run: Run) -> None:
+    assert run.record is not None
+    run.record["checkpoints"] = [{}]
+    run.write()
+
+
 def full_disk(run: Run) -> None:
     for log in run.logs.values():
         log.records = log.records[: log.records.index(log.find("entered", 3))]
@@ -1264,6 +1270,7 @@ LACKS: dict[Fault, str] = {
     another_jobs_record: r"record.json is that of job letters-2",
     another_jobs_checkpoint: r"checkpoint epoch-version-4 is of job letters-2, not of digits-1",
     damaged_result: r"record.json is damaged",
+    record_of_no_checkpoint: r"record.json is damaged",
     full_disk: r"all files of ranks end before the job did",
     full_disk_of_a_submitted_job: r"checkpoint epoch-version-4 has version 4, and all files .* end with 3",
     no_files: r"there is no file of any rank",
