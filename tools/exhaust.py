@@ -1,4 +1,5 @@
-"""Looks at everything that can happen to small jobs: each order of messages, with faults at any moment.
+"""Looks at everything that can happen to small jobs: each order of messages, with faults at any moment, and acts of
+people: a rank leaves, the job is paused, scaled, drained, saved, cancelled.
 
 For each case it allows one deviation from the usual order, then two, and so on, until it has looked at everything or at
 so many states. Prints how far it has come, or a story that ends where it must not, and exits with 1 then.
@@ -21,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support.exhaustive import Counterexample, Search
-from support.small_world import FAULTS, small_world
+from support.small_world import ACTS, FAULTS, small_world
 
 WAYS: dict[str, dict[str, Any]] = {
     "blocking": {},
@@ -36,6 +37,10 @@ WAYS: dict[str, dict[str, Any]] = {
         "checkpoint_every_epochs": 1,
     },
 }
+
+
+WITH_ACTS = ("blocking", "overlapped, rides out")
+"""In these, faults befall the job beside what people do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,11 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{ranks} ranks, {way}: {' and '.join(faults)}", given
                 if len(faults) == 1:
                     yield f"{ranks} ranks, {way}: {faults[0]}, early deadlines", {**given, "early": 1}
+            for act in ACTS:
+                given = {"num_ranks": number, "faults": {act: 1 + (act == "scale")}, **settings}
+                yield f"{ranks} ranks, {way}: {act}", given
+                for fault in FAULTS if number == 2 and way in WITH_ACTS else ():
+                    yield f"{ranks} ranks, {way}: {act} and {fault}", {**given, "faults": {**given["faults"], fault: 1}}
 
 
 def look(case: tuple[str, dict[str, Any], int]) -> CaseSearch:

@@ -3,7 +3,9 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from elche_audit.agreement import ledger_faults, other_seeds, record_faults, unlike_settings
 from elche_audit.coverage import CoveredPiece, Ranges, difference, gaps, overlaps, words
 from elche_audit.history import Attempt, AuditedRound, attempts_of, contents, positions
 from elche_audit.rank_file import Damaged, Joined, RankFile
@@ -14,6 +16,8 @@ MAX_LINES = 20
 """Most lines about one kind of violation."""
 AGREED = {
     "dataset_size": "another size of the data set",
+    "batch_size": "another batch size",
+    "members": "another size of its replica group",
     "source": "another file",
     "code": "another module or folder",
     "settings": "other settings",
@@ -51,6 +55,8 @@ class _Judge:
         """The checkpoint from which the run has resumed."""
         self._chains: dict[int, list[AuditedRound]] = {}
         """By attempt: the rounds of this folder that its model consists of."""
+        self._steps: dict[int, set[int]] = {}
+        """By version: the job's batches with it, in each attempt that has made it."""
         self._thrown_rounds: list[tuple[AuditedRound, int]] = []
         """Committed rounds before whose version the job went back, with the version to which it went."""
 
@@ -67,6 +73,7 @@ class _Judge:
             self._check_commits(attempt)
             self._check_evaluations(attempt)
         self._check_ends()
+        self._check_outcomes()
         if self._is_whole:
             self._check_checkpoints()
         self._check_record()
@@ -86,8 +93,13 @@ class _Judge:
     # The files by themselves
 
     def _check_files(self) -> None:
+        processes = dict[int, RankFile]()
         for file in self._run.files:
             self._refute(file.problems)
+            self._refute([f"{file.who}: {line}" for line in unlike_settings(file.start)])
+            other = processes.setdefault(file.start.incarnation, file)
+            if other is not file:
+                self._refute([f"incarnation {file.start.incarnation} is of two processes: {other.who}, and {file.who}"])
             self._refute([_outside(file, one) for one in _pieces(file) if not self._is_inside(one)])
             if file.name != (named := f"rank-{file.start.rank}-{file.start.incarnation}.bin"):
                 self._refute([f"{file.who}: it has what {named} is to have"])
@@ -145,6 +157,9 @@ class _Judge:
                 what = f"checkpoint {self._base.name}, which was resumed, is of epochs of {had} samples"
                 self._refute([f"{what}, and the run's have {has}"])
                 break
+        if 0 < attempt.number <= self._base.attempt:
+            of = f"checkpoint {self._base.name} of attempt {self._base.attempt}"
+            self._refute([f"attempt {attempt.number} has resumed {of}: it is not a later one"])
         told = (self._base.version, self._base.samples)
         if told != (attempt.base, attempt.base_samples):
             self._refute(
@@ -188,7 +203,7 @@ class _Judge:
                 )
 
     def _check_attempt(self, attempt: Attempt) -> None:
-        samples, lacking = attempt.base_samples, []
+        lacking, version, samples = list[str](), attempt.base, attempt.base_samples
         self._refute(_other_bases(attempt))
         self._refute(_places_twice(attempt))
         self._refute(_other_groups(attempt))
@@ -196,14 +211,13 @@ class _Judge:
         for rival in attempt.rivals:
             other = attempt.rounds[rival.version]
             self._refute([f"version {rival.version} has two contents: {other.words}, and {rival.words}"])
-        for version in range(attempt.base + 1, attempt.last + 1):
-            one = attempt.rounds.get(version)
-            if one is None:
-                lacking.append(f"no file has the round that made version {version} of attempt {attempt.number}")
-                # Without its number of samples, the next one's cannot be checked.
-                break
-            self._check_round(one, samples)
-            samples = one.result.samples
+        for one in map(attempt.rounds.__getitem__, sorted(attempt.rounds)):
+            is_next = one.version == version + 1
+            if not is_next:
+                lacking.append(f"no file has the round that made version {version + 1} of attempt {attempt.number}")
+            # Without the number of samples of the round before, this one's cannot be checked.
+            self._check_round(one, samples if is_next else None)
+            version, samples = one.version, one.result.samples
             if not one.is_whole:
                 lacking.append(_lacks_ranks(one))
         for line in lacking[:MAX_LACKING]:
@@ -211,17 +225,21 @@ class _Judge:
         if len(lacking) > MAX_LACKING:
             self._lack(f"and {len(lacking) - MAX_LACKING} more rounds like these")
 
-    def _check_round(self, one: AuditedRound, samples: int) -> None:
+    def _check_round(self, one: AuditedRound, samples: int | None) -> None:
+        """`samples`: those of the version before; None if that is not known."""
         found = [*_differing(one), *_processes_twice(one), *_outdated(one)]
         num_rows = one.result.num_rows
         out = sum(part.samples for part in one.parts if part.is_left_out)
         if one.is_whole and out != one.result.left_out:
             found.append(f"{one.words} left out {one.result.left_out} samples, and its ranks say that it was {out}")
-        if one.version != (newest := max(entry.version for entry in one.entries.values())) + 1:
+        newest = max(entry.version for entry in one.entries.values())
+        # Of a round that is not whole, the files of those that had the model may be missing.
+        if one.is_whole and one.version != newest + 1:
             found.append(f"{one.words} made version {one.version} of version {newest}")
         if len(one.entries) > num_rows:
             found.append(f"{one.words} was entered by {len(one.entries)} ranks, and its result is of {num_rows}")
-        brought, counted = sum(part.samples for part in one.parts), one.result.samples - samples
+        brought = sum(part.samples for part in one.parts)
+        counted = brought if samples is None else one.result.samples - samples
         if one.is_whole and brought != counted:
             found.append(
                 f"{one.words} (version {one.version}) has lost samples, or has too many: its ranks brought {brought}, "
@@ -231,11 +249,14 @@ class _Judge:
 
     def _check_steps(self, attempt: Attempt) -> None:
         """The batches that the coordinator counts with each committed round are those that the ranks have trained."""
-        steps = self._base.global_step if self._base is not None else 0
-        made = {}
+        steps, made = 0, dict[int, int]()
+        if self._base is not None:
+            steps = made[self._base.version] = self._base.global_step
         for one in self._chains[attempt.number]:
             steps += sum(len(part.batches) for part in one.parts)
             made[one.version] = steps
+        for version, count in made.items():
+            self._steps.setdefault(version, set()).add(count)
         told = {(commit.version, commit.global_step) for file in attempt.files for commit in file.commits}
         differ = [(version, count) for version, count in sorted(told) if count != made.get(version, count)]
         if differ and self._is_whole:
@@ -286,11 +307,54 @@ class _Judge:
         if last is None or gaps(self._with_base(self._chains[last.number]), self._sizes):
             self._lack("all files of ranks end before the job did: could they be written? (see the ranks' logs)")
 
+    def _check_outcomes(self) -> None:
+        """Once the outcome is decided, the job does not begin again."""
+        last = self._attempts[-1].number
+        self._refute(
+            [
+                f"{file.who} was told in attempt {file.attempt} that the job has {file.outcome}, and attempt {last} "
+                "went on"
+                for file in self._run.files
+                if file.outcome and 0 < file.attempt < last
+            ]
+        )
+
+    @property
+    def _is_told(self) -> bool:
+        """True if a rank with the last rounds was told the outcome: the job has ended with them."""
+        last = self._attempts[-1]
+        return any(file.outcome and file.name in last.booked for file in last.files)
+
     # Checkpoints
 
     def _check_checkpoints(self) -> None:
         for books in self._run.checkpoints:
             self._check_checkpoint(books)
+            self._check_ledger(books)
+        seeds = [("the ranks' settings", self._run.files[0].start.settings.get("seed"))]
+        bases = [self._base] if self._base is not None else []
+        seeds += [(f"checkpoint {books.name}", books.seed) for books in [*bases, *self._run.checkpoints]]
+        self._refute(other_seeds(seeds))
+
+    def _check_ledger(self, books: CheckpointBooks) -> None:
+        """The checkpoint's books agree with one another, with the ranks' leases and with the job."""
+        where = f"checkpoint {books.name} (version {books.version})"
+        own = [one for one in self._chains.get(books.attempt, ()) if one.attempt == books.attempt]
+        booked = [
+            batch.lease for one in own if one.version <= books.version for part in one.parts for batch in part.batches
+        ]
+        self._refute([f"{where}: {line}" for line in ledger_faults(books, self._sizes, max(booked, default=0))])
+        start = self._run.files[0].start
+        for had, has in zip(books.sizes, (start.dataset_size, self._full_size), strict=True):
+            if had not in (None, has):
+                self._refute([f"{where} is of epochs of {had} samples, and the ranks' have {has}"])
+                return
+        owners = {lease: rank for rank, lease in books.leases}
+        for file in self._run.files:
+            taken = {batch.lease for batch in file.batches} if file.attempt == books.attempt else set()
+            for lease in sorted(taken & owners.keys()):
+                if owners[lease] != file.start.rank:
+                    self._refute([f"{where}: rank {owners[lease]} has lease {lease}, and {file.who} trained it"])
 
     def _check_checkpoint(self, books: CheckpointBooks) -> None:
         chain = self._chains.get(books.attempt)
@@ -389,6 +453,8 @@ class _Judge:
         if result is None or result["state"] == "succeeded":
             return chain
         told = result["committed_samples"]
+        if self._is_told:
+            return chain
         if not told and chain:
             self._verdict.notes.append(
                 f"{RECORD} has no samples: the job had gone back and not trained again, or `elche run` got no result"
@@ -442,6 +508,26 @@ class _Judge:
             )
         if verdict.state == "succeeded" and not has_ended_early and self._is_whole:
             self._refute(_untrained(absent))
+        if self._is_whole:
+            self._check_figures(result)
+
+    def _check_figures(self, result: dict[str, Any]) -> None:
+        """The record's figures are those of the ranks' rounds."""
+        made = [one for attempt in self._attempts for one in attempt.rounds.values()]
+        rounds = {(one.number, one.version, sum(part.samples for part in one.parts)) for one in made}
+        size = self._run.files[0].start.dataset_size
+        self._refute(record_faults(result, self._sizes, size, rounds, self._steps))
+        if self._is_told and result["committed_samples"]:
+            last = self._attempts[-1]
+            out = sum(part.samples for one in last.rounds.values() for part in one.parts if part.is_left_out)
+            has = {"rounds": last.last, "discarded": out}
+            self._refute(
+                [
+                    f"{RECORD} has {name} {result[name]}, and the ranks {has[name]}"
+                    for name in has
+                    if name in result and result[name] != has[name]
+                ]
+            )
 
     def _told_outcome(self) -> str:
         """The job's outcome as its ranks were told it, after which nothing is committed; empty if no file has it."""

@@ -334,6 +334,8 @@ class _Reader:
 
     def take(self, kind: int, numbers: tuple[Any, ...]) -> None:
         """Adds a record."""
+        if self._file.outcome and kind not in (COMMITTED, DECIDED, ENDED):
+            self._add_problem(f"it went on after the job had {self._file.outcome}: by a record of type {kind}")
         if kind in (BATCH, SKIPPED):
             self._take_batch(TrainedBatch(*(*numbers, kind == SKIPPED)))
         elif kind == ENTERED:
@@ -362,8 +364,26 @@ class _Reader:
             self._add_problem(f"batch {batch.step} follows batch {self._step - 1}")
             # Counts on from what is told: one missing batch is one problem, not one for each batch after it.
             self._step = batch.step
+        if not self._version:
+            self._add_problem(f"it trained batch {batch.step} before it had the job's model")
+        self._check_lease(batch)
         self._file.batches.append(batch)
         self._file.records.append(batch)
+
+    def _check_lease(self, batch: TrainedBatch) -> None:
+        """A lease is consecutive positions of one epoch, and a rank trains its leases in their order: otherwise the
+        coordinator would book other positions for a cut.
+        """
+        last = self._file.batches[-1] if self._file.batches else None
+        if last is None or batch.lease > last.lease:
+            return
+        if batch.lease < last.lease:
+            self._add_problem(f"it trained lease {batch.lease} after lease {last.lease}")
+        elif (batch.epoch, batch.offset) != (last.epoch, last.offset + last.size):
+            self._add_problem(
+                f"lease {batch.lease} goes on with position {batch.offset} of epoch {batch.epoch}, after position "
+                f"{last.offset + last.size - 1} of epoch {last.epoch}"
+            )
 
     def _take_entry(self, entry: Entered) -> None:
         expected = {
@@ -415,6 +435,11 @@ class _Reader:
             self._add_problem(
                 f"the result of round {result.round} is of {result.num_rows} ranks, and generation "
                 f"{group.generation} has {group.world_size}"
+            )
+        if self._cut > entry.cut and entry.version != result.version - 1:
+            self._add_problem(
+                f"it trained {self._cut - entry.cut} samples with version {entry.version}, and round {result.round} "
+                f"made version {result.version}"
             )
         self._open, self._in_result, self._version = None, entry.cut, result.version
         self._file.results[result.generation, result.round] = result

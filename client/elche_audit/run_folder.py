@@ -47,6 +47,14 @@ class CheckpointBooks:
     """The committed positions of later epochs."""
     sizes: tuple[Any, Any] = (None, None)
     """Samples of its data set, and of an epoch."""
+    seed: Any = None
+    """What the order of the samples in an epoch depends on."""
+    places: tuple[CoveredPiece, ...] = ()
+    """All positions that its ledger has, committed, free and leased, of later epochs."""
+    leases: tuple[tuple[int, int], ...] = ()
+    """Rank and id of each lease that is not all committed."""
+    next_lease: int | None = None
+    """The id of the lease that is given next."""
 
     def ranges(self, full_size: int) -> Ranges:
         """All committed positions."""
@@ -135,8 +143,16 @@ def _read_record(folder: Path, run: RunFolder) -> None:
         if state not in ENDS:
             run.missing.append(f"{RECORD} says that the job is {state[:40]}: has it ended?")
             return
-        run.result = {"state": state, "committed_samples": samples}
-        run.result |= {one: str(record.get(one, "")) for one in ("ended_early", "model_is")}
+        told: dict[str, Any] = {"state": state, "committed_samples": samples}
+        told |= {one: str(record.get(one, "")) for one in ("ended_early", "model_is")}
+        told |= {one: int(record[one]) for one in ("rounds", "discarded", "dataset_size") if one in record}
+        told["checkpoints"] = [
+            (str(one["path"]), int(one["version"]), int(one["global_step"])) for one in record.get("checkpoints", ())
+        ]
+        told["round_reports"] = [
+            (int(one["round"]), int(one["version"]), int(one["samples"])) for one in record.get("round_reports", ())
+        ]
+        run.result = told
     except FileNotFoundError:
         return
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
@@ -227,11 +243,29 @@ def read_books(path: Path) -> CheckpointBooks:
             epoch=epoch,
             books=books,
             sizes=(training.get("dataset_size"), training.get("epoch_size")),
+            seed=training.get("seed"),
+            places=tuple(_places(ledger)),
+            leases=tuple((int(rank), int(lease[0])) for rank, lease in _leases(ledger)),
+            next_lease=int(ledger["next_lease"]) if "next_lease" in ledger else None,
         )
     except OSError as error:
         raise Damaged(f"checkpoint {name}: its manifest cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise Damaged(f"checkpoint {name}: its manifest is damaged, or that of a loop of the user's own") from None
+
+
+def _leases(ledger: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Each rank's leases, as id, epoch, first position and size."""
+    return ((rank, lease) for rank, has in ledger.get("rank_leases", {}).items() for lease in has["leases"])
+
+
+def _places(ledger: dict[str, Any]) -> Iterable[CoveredPiece]:
+    """All positions of the ledger, with what they are."""
+    for epoch, book in ledger["books"].items():
+        for kind in ("committed", "free"):
+            yield from (CoveredPiece(int(epoch), int(start), int(end), kind) for start, end in book.get(kind, ()))
+    for rank, (number, epoch, offset, size) in _leases(ledger):
+        yield CoveredPiece(int(epoch), int(offset), int(offset) + int(size), f"lease {number} of rank {rank}")
 
 
 def _checksum(manifest: dict[str, Any]) -> str:

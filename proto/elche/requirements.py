@@ -48,7 +48,7 @@ def inline_requirements(source: str) -> tuple[str, ...]:
             or not all(isinstance(one, str) for one in dependencies)
         ):
             raise ValueError("it must be one block, and its `dependencies` a list of strings")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidJob(f"the file's own metadata (# /// script) cannot be read: {error}") from None
     found = tuple(one.strip() for one in dependencies)
     check_requirements(found)

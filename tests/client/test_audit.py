@@ -72,6 +72,12 @@ class Log:
         return data
 
 
+def rest_after(ranges: list[list[int]]) -> list[list[int]]:
+    """The positions of an epoch that are in none of the ranges."""
+    starts = [0, *(end for _, end in sorted(ranges))]
+    return [[a, b] for a, b in zip(starts, [*(start for start, _ in sorted(ranges)), SIZE], strict=True) if a < b]
+
+
 @dataclass
 class Run:
     """A run of two ranks, as its files contain it."""
@@ -144,7 +150,11 @@ class Run:
         name = f"epoch-version-{self.version}"
         complete = [epoch for epoch, ranges in self.covered.items() if sum(b - a for a, b in ranges) == SIZE]
         epoch = len(complete)
-        books = {str(one): {"free": [], "committed": ranges} for one, ranges in self.covered.items() if one >= epoch}
+        books = {
+            str(one): {"free": rest_after(ranges), "committed": ranges}
+            for one, ranges in self.covered.items()
+            if one >= epoch
+        }
         training = {"attempt": self.attempt, "version": self.version, "samples": self.samples}
         training |= {"global_step": self.steps, "ledger": {"epoch": epoch, "books": json.loads(json.dumps(books))}}
         self.manifests[name] = {"format": 2, "job": JOB, "training": training}
@@ -443,7 +453,118 @@ def checkpoint_with_books_of_a_complete_epoch(run: Run) -> None:
     run.manifests["epoch-version-4"]["training"]["ledger"]["books"]["0"] = {"committed": [[0, 16]]}
 
 
+def another_batch_size(run: Run) -> None:
+    run.logs[B].start["batch_size"] = 2 * BATCH
+
+
+def another_group_size(run: Run) -> None:
+    run.logs[B].start["members"] = 2
+
+
+def set_to_more_epochs(run: Run) -> None:
+    for log in run.logs.values():
+        log.start["settings"] = {"epochs": EPOCHS + 1}
+
+
+def outcome_that_the_rank_ignores(run: Run) -> None:
+    """It enters the last round after it, of which it is not told that it is committed."""
+    log = run.logs[A]
+    log.records.insert(log.records.index(log.find("entered")), ["decided", 1])
+    log.records.remove(log.find("committed"))
+
+
+def ledger_of(run: Run, version: int) -> Any:
+    return run.manifests[f"epoch-version-{version}"]["training"]["ledger"]
+
+
+def checkpoint_that_frees_what_is_committed(run: Run) -> None:
+    ledger_of(run, 4)["books"]["1"]["free"] = [[8, 32]]
+
+
+def checkpoint_that_has_lost_positions(run: Run) -> None:
+    ledger_of(run, 4)["books"]["1"]["free"] = [[20, 32]]
+
+
+def checkpoint_with_a_lease_of_two_ranks(run: Run) -> None:
+    ledger_of(run, 4)["books"]["1"]["free"] = [[24, 32]]
+    ledger_of(run, 4)["rank_leases"] = {"0": {"leases": [[9, 1, 16, 8]]}, "1": {"leases": [[10, 1, 20, 4]]}}
+
+
+def checkpoint_in_which_another_rank_has_the_lease(run: Run) -> None:
+    ledger_of(run, 4)["books"]["1"]["free"] = [[24, 32]]
+    ledger_of(run, 4)["rank_leases"] = {"1": {"leases": [[7, 1, 16, 8]]}}
+
+
+def checkpoint_that_gives_a_lease_again(run: Run) -> None:
+    ledger_of(run, 4)["next_lease"] = 6
+
+
+def checkpoint_of_another_data_set(run: Run) -> None:
+    run.manifests["epoch-version-4"]["training"] |= {"dataset_size": SIZE + 8, "epoch_size": SIZE + 8}
+
+
+def checkpoint_with_another_seed(run: Run) -> None:
+    for seed, manifest in enumerate(run.manifests.values()):
+        manifest["training"]["seed"] = seed // 2
+
+
+def checkpoint_with_another_seed_than_is_set(run: Run) -> None:
+    for log in run.logs.values():
+        log.start["settings"] = {"seed": 7}
+    run.manifests["epoch-version-4"]["training"]["seed"] = 0
+
+
+def recorded(run: Run, **more: Any) -> None:
+    """The record says so, too, and the ranks were told how the job has ended."""
+    assert run.record is not None
+    run.record |= more
+    for log in run.logs.values():
+        log.records.insert(-1, ["decided", 1])
+
+
+def record_of_another_data_set(run: Run) -> None:
+    recorded(run, dataset_size=SIZE + 8)
+
+
+def record_with_another_number_of_rounds(run: Run) -> None:
+    recorded(run, rounds=6)
+
+
+def record_with_samples_that_were_left_out(run: Run) -> None:
+    recorded(run, discarded=8)
+
+
+def record_of_a_round_with_other_samples(run: Run) -> None:
+    recorded(run, round_reports=[{"round": 3, "version": 3, "samples": 12}])
+
+
+def record_of_a_checkpoint_with_other_batches(run: Run) -> None:
+    recorded(run, checkpoints=[{"path": "/there/epoch-version-4", "version": 4, "global_step": 13}])
+
+
+def record_of_the_best_of_no_epoch(run: Run) -> None:
+    recorded(run, model_is=f"best of epoch {EPOCHS + 1}")
+
+
 FAULTS: dict[Fault, str] = {
+    another_batch_size: r"rank 1 .*: it was to train with another batch size than rank 0",
+    another_group_size: r"rank 1 .*: it was to train with another size of its replica group than rank 0",
+    set_to_more_epochs: r"rank 0 .*: the job is set to epochs 3, and it was to train with 2",
+    outcome_that_the_rank_ignores: r"rank 0 .*: it went on after the job had succeeded",
+    checkpoint_that_frees_what_is_committed: r"checkpoint .*-4 .*: its ledger has epoch 1: positions 8 to 11 .* twice",
+    checkpoint_that_has_lost_positions: r"checkpoint .*-4 .*: its ledger lacks epoch 1: positions 16 to 19",
+    checkpoint_with_a_lease_of_two_ranks: r"checkpoint .*: positions 20 to 23 .* by lease 9 of rank 0, and by lease 10",
+    checkpoint_in_which_another_rank_has_the_lease: r"checkpoint .*-4 .*: rank 1 has lease 7, and rank 0 .* trained it",
+    checkpoint_that_gives_a_lease_again: r"checkpoint .*-4 .*: the next lease is to be 6, and lease 6 was given",
+    checkpoint_of_another_data_set: r"checkpoint epoch-version-4 .* is of epochs of 40 samples, and the ranks' have 32",
+    checkpoint_with_another_seed: r"seed 0 of checkpoint epoch-version-3 is not seed 1 of checkpoint epoch-version-5",
+    checkpoint_with_another_seed_than_is_set: r"seed 7 of the ranks' settings is not seed 0 of checkpoint epoch-v",
+    record_of_another_data_set: r"record.json is of a data set of 40 samples, and the ranks' has 32",
+    record_with_another_number_of_rounds: r"record.json has rounds 6, and the ranks 5",
+    record_with_samples_that_were_left_out: r"record.json has discarded 8, and the ranks 0",
+    record_of_a_round_with_other_samples: r"record.json has round 3 \(version 3\) with 12 samples: no ranks made it",
+    record_of_a_checkpoint_with_other_batches: r"record.json has checkpoint .* of version 4 with 13 batches: no ranks",
+    record_of_the_best_of_no_epoch: r"record.json says that the model is of epoch 3, and the job has no such epoch",
     average_without_a_member: r"rank 0 \(rank-0-1.bin\): the result of round 1 is of 2 ranks, and generation 1 has 3",
     place_that_there_is_not: r"rank 1 .*: it has place 2 of generation 1, which has 2 ranks",
     group_that_averages_in_two_ways: r"generation 1 has two contents: to rank 0 .* 2 ranks and rank 1 .* through the",
@@ -874,7 +995,103 @@ def resumed_another_training(folder: Path) -> Run:
     return run
 
 
+def lease_with_a_hole(folder: Path) -> Run:
+    run = begun(folder)
+    run.train(A, 1, 0, 8, lease=70)
+    run.train(A, 1, 16, 16, lease=70)
+    run.average(A, B)
+    run.train(B, 1, 8, 8)
+    run.average(A, B)
+    run.end()
+    return run
+
+
+def leases_out_of_order(folder: Path) -> Run:
+    """What the coordinator would book of a part of these is not what the rank has trained."""
+    run = begun(folder)
+    run.train(A, 1, 0, 16, lease=71)
+    run.train(A, 1, 16, 16, lease=70)
+    run.average(A, B)
+    run.end()
+    return run
+
+
+def incarnation_of_two_processes(folder: Path) -> Run:
+    run = begun(folder)
+    log = run.logs.pop(B)
+    log.start["incarnation"] = 1
+    run.logs["rank-1-1.bin"] = log
+    return rest_of(run)
+
+
+def trained_while(run: Run, name: str, before: int) -> Run:
+    """The rank enters round 4 with this version and without samples, and trains until it has the result."""
+    run.average(A, B, name)
+    run.logs[name].find("entered")[4] = before
+    heard = [run.logs[name].records.pop(), run.logs[name].records.pop()]
+    run.train(name, 1, 0, 8)
+    run.logs[name].records += reversed(heard)
+    run.average(A, B, name)
+    return rest_of(run, start=8)
+
+
+def trained_while_it_joined(folder: Path) -> Run:
+    run = begun(folder)
+    return trained_while(run, run.begin(2, 3), 0)
+
+
+def trained_with_an_older_model(folder: Path) -> Run:
+    """It has loaded a checkpoint that the others have left behind."""
+    run = begun(folder)
+    third = run.begin(2, 3, version=1)
+    return trained_while(run, third, 1)
+
+
+def two_leaders_that_both_end_the_job(folder: Path) -> Run:
+    """One ends it, and the other goes back to version 3 and ends it as well."""
+    run, names = went_back(folder)
+    for name in (A, B):
+        run.logs[name].records.append(["decided", 1])
+    return again(run, *names)
+
+
+def record_that_lost_the_last_round(folder: Path) -> Run:
+    """It has the samples of the newest checkpoint, as if the job had gone back."""
+    run = begun(folder)
+    run.train(A, 1, 0, 8)
+    run.average(A, B)
+    run.logs[A].records.append(["decided", 4])
+    run.end("cancelled")
+    assert run.record is not None
+    run.record["committed_samples"] = [SIZE, 0]
+    return run
+
+
+def version_that_was_skipped(folder: Path) -> Run:
+    run = rest_of(begun(folder))
+    for log in run.logs.values():
+        log.find("received")[VERSION] += log is run.logs[A]
+        log.find("committed")[2] += log is run.logs[A]
+    return run
+
+
+def resumed_a_checkpoint_of_its_own_attempt(folder: Path) -> Run:
+    run = resumed(folder)
+    run.logs[A].find("entered")[1] = 1
+    run.manifests.clear()
+    return run
+
+
 FAULTY: dict[Callable[[Path], Run], str] = {
+    lease_with_a_hole: r"rank 0 .*: lease 70 goes on with position 16 of epoch 1, after position 7 of epoch 1",
+    leases_out_of_order: r"rank 0 .*: it trained lease 70 after lease 71",
+    incarnation_of_two_processes: r"incarnation 1 is of two processes: rank 0 \(rank-0-1.bin\), and rank 1 \(rank-1-1",
+    trained_while_it_joined: r"rank 2 .*: it trained batch 1 before it had the job's model",
+    trained_with_an_older_model: r"rank 2 .*: it trained 8 samples with version 1, and round 4 made version 4",
+    two_leaders_that_both_end_the_job: r"rank 0 .* was told in attempt 1 that the job has succeeded, and attempt 2",
+    record_that_lost_the_last_round: r"epoch 1: record.json says 0 samples, and the ranks' rounds have 8",
+    version_that_was_skipped: r"round 4 of generation 1 made version 5 of version 3",
+    resumed_a_checkpoint_of_its_own_attempt: r"attempt 1 has resumed checkpoint epoch-version-4 of attempt 1",
     lease_in_two_rounds_of_two_ranks: r"lease 70 was given twice: to rank 0 .*, and to rank 1",
     batch_again_after_memory_ran_out: r"epoch 1: positions 0 to 3 \(4 samples\) twice: by rank 0 .*, and by rank 0",
     member_that_was_left_out_of_a_commit_and_trains_on: r"rank 1 \(rank-1-2.bin\) brought 8 samples to round 5 of "
@@ -1011,6 +1228,12 @@ def damaged_result(run: Run) -> None:
     (run.folder / "record.json").write_text("{")
 
 
+def record_of_no_checkpoint(run: Run) -> None:
+    assert run.record is not None
+    run.record["checkpoints"] = [{}]
+    run.write()
+
+
 def full_disk(run: Run) -> None:
     for log in run.logs.values():
         log.records = log.records[: log.records.index(log.find("entered", 3))]
@@ -1047,6 +1270,7 @@ LACKS: dict[Fault, str] = {
     another_jobs_record: r"record.json is that of job letters-2",
     another_jobs_checkpoint: r"checkpoint epoch-version-4 is of job letters-2, not of digits-1",
     damaged_result: r"record.json is damaged",
+    record_of_no_checkpoint: r"record.json is damaged",
     full_disk: r"all files of ranks end before the job did",
     full_disk_of_a_submitted_job: r"checkpoint epoch-version-4 has version 4, and all files .* end with 3",
     no_files: r"there is no file of any rank",
@@ -1646,6 +1870,18 @@ def test_the_files_of_several_hosts_are_one_run(tmp_path: Path) -> None:
     assert elche_audit.exit_code(alone) == 2
     assert len(alone.missing) == 4, "three rounds are named, and the number of others"
     assert alone.missing[-1] == "and 2 more rounds like these"
+
+
+def test_a_rank_that_joined_is_not_judged_without_those_that_had_the_model(tmp_path: Path) -> None:
+    """It was refuted: round 4 made version 4 of version 0. Rank 1, of the same host, has left before it."""
+    run = begun(tmp_path)
+    third = run.begin(2, 3)
+    run.average(A, third)
+    run.logs[third].find("entered")[4] = 0
+    rest_of(run).write()
+    (tmp_path / "audit" / JOB / A).unlink()
+    verdict = elche_audit.judge(tmp_path)
+    assert (verdict.violations, elche_audit.exit_code(verdict)) == ([], 2)
 
 
 def test_a_folder_and_its_copy_are_judged_as_one(tmp_path: Path) -> None:

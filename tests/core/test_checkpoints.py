@@ -569,6 +569,17 @@ def test_what_max_steps_left_of_an_epoch_is_trained_when_the_job_goes_on(simulat
     again.assert_exactly_once()
 
 
+def test_an_epoch_that_max_steps_had_cut_short_is_not_evaluated_before_its_end(simulate):
+    """It was, with the first result of the training that went on, as if it were complete."""
+    options = {"dataset_size": 600, "epochs": 2, "checkpoint_every_epochs": 1, "has_evaluation": True}
+    first = simulate(ranks(5, 12), **options, max_steps=40)
+    first.run_until(lambda: bool(first.saved))
+    (saved,) = first.saved.values()
+    again = simulate(ranks(5, 12), **options, resumed=saved)
+    again.run()
+    assert [report.epoch for report in again.evaluations] == [0, 1]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_reported_of_a_training_that_ended_early_is_what_is_saved(simulate, policy):
     """Ranks trained on into the next epoch, and the accuracy that was told was that of an older model."""

@@ -29,6 +29,12 @@ CASES = [
     ("stop", OVERLAPPED),
     ("cut", OVERLAPPED),
     ("crash", {}),
+    ("leave", OVERLAPPED),
+    ("scale", {}),
+    ("pause", OVERLAPPED),
+    ("drain", {}),
+    pytest.param("save", OVERLAPPED, marks=LONG),
+    pytest.param("cancel", {}, marks=LONG),
     pytest.param("kill", OVERLAPPED, marks=LONG),
     pytest.param("stop", {}, marks=LONG),
     pytest.param("cut", {}, marks=LONG),
@@ -44,7 +50,7 @@ def test_every_order_of_what_two_ranks_say(deviations):
 
 
 @pytest.mark.parametrize(("fault", "way"), CASES)
-def test_a_fault_at_any_moment(fault, way):
+def test_a_fault_or_what_people_do_at_any_moment(fault, way):
     search = Search(small_world(dataset_size=1, faults={fault: 1}, **way), 1, MOST_STATES).run()
     assert search.is_whole or search.num_states == MOST_STATES
     assert search.num_ends > 1
@@ -85,6 +91,17 @@ def test_the_search_finds_a_job_that_waits_for_a_stopped_rank_for_ever(monkeypat
     monkeypatch.setattr(exhaustive, "LONGEST", 200)  # others of so few batches end before
     story = found_by(dataset_size=1, faults={"stop": 1})
     assert story.endswith("the job goes on and on, and never ends") or "nothing more happens" in story
+
+
+def test_the_search_finds_a_job_that_stays_paused(monkeypatch):
+    pause = ManagedJob.pause
+
+    def paused_for_ever(self: ManagedJob, now_s: float, *, is_paused: bool) -> None:
+        if is_paused:
+            pause(self, now_s, is_paused=True)
+
+    monkeypatch.setattr(ManagedJob, "pause", paused_for_ever)
+    assert "nothing more happens" in found_by(dataset_size=1, faults={"pause": 1})
 
 
 def test_the_search_finds_what_a_coordinator_that_starts_again_does_not_know(monkeypatch):

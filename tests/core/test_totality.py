@@ -20,10 +20,10 @@ from support.watched import state_of
 
 HEAD = """# Each event at each moment
 
-What the coordinator's core does with each event, at moments in the life of a training with two ranks, and of a loop of
-the user's own. Events are of rank 0's present process, its newest generation and its open round. "taken": noted, and
-nothing is ordered. "ignored": nothing has changed. Events of another process of the rank, of another generation or of a
-round that is not open change nothing anywhere.
+What the coordinator's core does with each event, at moments in the life of a training with two ranks, and of loops of
+the user's own, submitted and attached. Events are of rank 0's present process, its newest generation and its open
+round. "taken": noted, and nothing is ordered. "ignored": nothing has changed. Events of another process of the rank, of
+another generation or of a round that is not open change nothing anywhere.
 """
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -177,4 +178,8 @@ def write_records(simulation: Simulation, result: JobResult, folder: Path) -> No
         "committed_samples": list(result.committed_samples),
     }
     record |= {"ended_early": result.ended_early, "rounds": result.rounds, "model_is": result.model_is}
+    record |= {"discarded": result.discarded_samples, "dataset_size": result.dataset_size}
+    record["checkpoints"] = [asdict(one) for one in result.checkpoints]
+    reports = [report for report in simulation.reports if isinstance(report, RoundReport)]
+    record["round_reports"] = [{"round": one.round, "version": one.version, "samples": one.samples} for one in reports]
     (folder / "record.json").write_text(json.dumps(record))

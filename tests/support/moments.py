@@ -11,7 +11,7 @@ from elche_coordinator.core.jobs.managed_job import ManagedJob
 from elche_coordinator.core.messages import events as ev
 from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId, Version
 from elche_coordinator.core.messages.spec import EpochWork, HeaderRow, JobSpec, Slot
-from elche_coordinator.core.records.machine import JobPhase
+from elche_coordinator.core.records.machine import Departure, JobPhase
 from support.stories import at_phase, in_mid_training
 from support.watched import LONG_ROUNDS, WatchedCoordinator, WatchedSimulation, ranks
 
@@ -49,6 +49,8 @@ def moments() -> Iterator[Moment]:
         simulation = WatchedSimulation(settings=SETTINGS, ranks=ranks(25.0, 57.5), start_ms=10.0, build_ms=10.0)
         reach(simulation)
         yield Moment(name, simulation.clock.now_s, pickle.dumps(simulation.core))
+    for name, core in _submitted():
+        yield Moment(name, 0.0, pickle.dumps(core))
     yield Moment("an attached loop", 0.0, pickle.dumps(_attached(is_open=True)))
     yield Moment("an attached loop, ended", 0.0, pickle.dumps(_attached(is_open=False)))
 
@@ -68,6 +70,27 @@ def _attached(*, is_open: bool) -> Coordinator:
     for address in addresses if not is_open else ():
         core.handle(ev.LoopLeft(**address), now_s=0.0)
     return core
+
+
+def _submitted() -> Iterator[tuple[str, Coordinator]]:
+    """A loop that is submitted, from its queue to its end."""
+    spec = JobSpec(name="loop", source_hash="hash", file_name="loop.py", num_ranks=2, is_loop=True)
+    core, host, slots = WatchedCoordinator(), AgentId("host"), (Slot(device="cpu"),) * 2
+    core.handle(ev.JobSubmitted(job_id=JOB, spec=spec, submitted_at=0.0), now_s=0.0)
+    yield "a submitted loop, queued", core
+    core.handle(ev.AgentJoined(agent_id=host, host="host", slots=slots), now_s=0.0)
+    addresses = core.addresses(JOB)
+    yield "a submitted loop, starting", core
+    for address in addresses:
+        core.handle(ev.RankStarted(**address, agent_id=host, log_path="/log"), now_s=0.0)
+        core.handle(ev.SessionOpened(**address), now_s=0.0)
+        core.handle(ev.LoopBegan(**address, policy="El Che"), now_s=0.0)
+    yield "a submitted loop", core
+    core.handle(ev.JobCancelled(job_id=JOB), now_s=0.0)
+    yield "a submitted loop, stopping", core
+    for address in addresses:
+        core.handle(ev.RankExited(**address, agent_id=host, exit_code=0), now_s=0.0)
+    yield "a submitted loop, ended", core
 
 
 def _entered(number: int) -> Callable[[WatchedSimulation], None]:
@@ -110,6 +133,17 @@ def _leaving(simulation: WatchedSimulation) -> None:
     simulation.handle(ev.LeaveRequested(**simulation.processes[Rank(0)].address))
 
 
+def _dismissed(simulation: WatchedSimulation) -> None:
+    _leaving(simulation)
+    simulation.run_until(lambda: simulation.job.ranks[Rank(0)].departure is Departure.DISMISSED)
+
+
+def _left_out(simulation: WatchedSimulation) -> None:
+    in_mid_training(simulation)
+    simulation.freeze(0)
+    simulation.run_until(lambda: simulation.job.ranks[Rank(0)].departure is Departure.LEFT_OUT)
+
+
 def _gone_back(simulation: WatchedSimulation) -> None:
     in_mid_training(simulation)
     simulation.handle(ev.DrainRequested(agent_id=AgentId("host"), is_drained=True))
@@ -137,6 +171,8 @@ REACH: dict[str, Callable[[WatchedSimulation], None]] = {
     "both in a round": _entered(2),
     "one has the result": _received,
     "one asked to leave": _leaving,
+    "one dismissed": _dismissed,
+    "one left out": _left_out,
     "paused": _paused,
     "one has died": _regrouping,
     "regrouping": _forming,

@@ -18,13 +18,19 @@ from elche_coordinator.core.jobs.managed_job import ManagedJob
 from elche_coordinator.core.messages.commands import AskStacks, Command, Publish, SendPing, StartRank, StopRank
 from elche_coordinator.core.messages.events import (
     AgentJoined,
+    CheckpointRequested,
     DeadlinePassed,
+    DrainRequested,
     Event,
+    JobCancelled,
     JobSubmitted,
+    LeaveRequested,
+    PauseRequested,
     PingSent,
     RankExited,
     RankReady,
     RankStarted,
+    ScaleRequested,
     SessionLost,
 )
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
@@ -37,6 +43,10 @@ from elche_coordinator.simulator.synthetic import Saved, SyntheticRank
 JOB, HOST = JobId("job"), AgentId("host")
 BATCH_S, SYNC_S = 0.01, 0.001
 FAULTS = ("kill", "stop", "cut", "crash")
+ACTS = ("leave", "scale", "pause", "drain", "save", "cancel")
+"""What people do: as a fault it may befall the job at any moment. A pause and a drain end, at any moment too; every
+second `scale` takes the first one back.
+"""
 
 Step = tuple[str, *tuple[Any, ...]]
 """What happens next: its kind, and of what."""
@@ -83,6 +93,8 @@ class SmallWorld:
         """True while there is no coordinator."""
         self.left = dict(faults)
         self.early = early
+        self.num_ranks = self.wanted_ranks = num_ranks
+        self.is_paused = self.is_drained = False
         self.from_agent: list[Event] = []
         self.to_agent: list[Command] = []
         self.streams: dict[int, Stream] = {}
@@ -145,6 +157,8 @@ class SmallWorld:
             steps += self._moves_of(process.address["rank"])
         steps += [("reconnect", key) for key, one in self.streams.items() if one.is_cut]
         steps += [("return",)] if self.is_away else []
+        steps += [("go on",)] if self.is_paused and not self.is_away else []
+        steps += [("allow",)] if self.is_drained and not self.is_away else []
         if not self.is_away and self.core.next_deadline_s() is not None and (not steps or self.early):
             steps.append(("wait",))
         return steps
@@ -156,7 +170,8 @@ class SmallWorld:
 
     def _faults(self) -> list[Step]:
         steps = [fault for rank in self.processes for fault in self._faults_of(rank)]
-        return [*steps, ("crash",)] if self._may_crash else steps
+        steps += [("crash",)] if self._may_crash else []
+        return [*steps, *((act,) for act in ACTS[1:] if self.left.get(act) and not self.is_away)]
 
     @property
     def _may_crash(self) -> bool:
@@ -171,6 +186,7 @@ class SmallWorld:
         is_frozen, is_cut = process.is_frozen, self.streams[key].is_cut
         steps: list[Step] = [(kind, rank) for kind in ("kill", "stop") if self.left.get(kind) and not is_frozen]
         steps += [("continue", rank)] if is_frozen else []
+        steps += [("leave", rank)] if self.left.get("leave") and not is_frozen else []
         steps += [("cut", key)] if self.left.get("cut") and not is_cut else []
         steps += [("give up", key)] if is_cut and not self.is_away else []
         steps += [("break off", rank)] if self._may_break_off(process) else []
@@ -251,7 +267,7 @@ class SmallWorld:
 
     def _befall(self, step: Step) -> None:
         kind, *of = step
-        if kind in FAULTS:
+        if kind in (*FAULTS, *ACTS):
             self.left[kind] -= 1
         match kind:
             case "kill":
@@ -273,6 +289,28 @@ class SmallWorld:
                 process = self.processes[of[0]]
                 assert process._entry is not None
                 process.fail(*process._entry)
+            case "leave":
+                self._tell(
+                    self.processes[of[0]].address["incarnation"], LeaveRequested(**self.processes[of[0]].address)
+                )
+            case _:
+                self._act(kind)
+
+    def _act(self, kind: str) -> None:
+        match kind:
+            case "pause" | "go on":
+                self.is_paused = kind == "pause"
+                self._handle(PauseRequested(job_id=JOB, is_paused=self.is_paused))
+            case "drain" | "allow":
+                self.is_drained = kind == "drain"
+                self._handle(DrainRequested(agent_id=HOST, is_drained=self.is_drained))
+            case "scale":
+                self.wanted_ranks = self.num_ranks - (self.wanted_ranks == self.num_ranks)
+                self._handle(ScaleRequested(job_id=JOB, num_ranks=self.wanted_ranks))
+            case "save":
+                self._handle(CheckpointRequested(job_id=JOB))
+            case "cancel":
+                self._handle(JobCancelled(job_id=JOB))
 
     def _end_of_round(self, index: int, fates: list[Fate]) -> None:
         self.fates = fates
@@ -413,7 +451,7 @@ class SmallWorld:
             case (kind, rank):
                 return f"rank {rank}: {kind}"
             case (kind,):
-                return f"coordinator: {kind}"
+                return f"{'coordinator' if kind in ('crash', 'return') else 'somebody'}: {kind}"
         raise ValueError(step)
 
     def ordered(self) -> list[str]:
@@ -455,6 +493,8 @@ class SmallWorld:
 
     def _check_end(self) -> None:
         assert self.result is not None
+        if self.result.outcome is Outcome.CANCELLED and self.left.get("cancel") == 0:
+            return
         if self.result.outcome is not Outcome.SUCCEEDED:
             raise Broken(f"the job has {self.result.outcome}: {self.result.error}")
         training = self.job.run.training

@@ -12,9 +12,12 @@ import pytest
 from elche_worker.agent.notices import CLOUDS, watch
 from support.real_processes import eventually
 
+DEEP = b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 60_000
+"""An answer of lists within lists."""
+
 
 class Metadata(BaseHTTPRequestHandler):
-    """The three services, as their documentation says; `is_noticed` is of the server."""
+    """The three services, as their documentation says; `is_noticed` is of the server, and `raw` answers instead."""
 
     def do_PUT(self) -> None:
         assert self.path == "/latest/api/token"
@@ -23,6 +26,9 @@ class Metadata(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         is_noticed = self.server.is_noticed
+        if self.server.raw:
+            self.wfile.write(self.server.raw)
+            return
         match self.path:
             case "/latest/meta-data/spot/instance-action" if self.headers["X-aws-ec2-metadata-token"] == "a-token":
                 action = {"action": "terminate", "time": "2026-01-01T00:00:00Z"}
@@ -47,7 +53,7 @@ class Metadata(BaseHTTPRequestHandler):
 @contextmanager
 def metadata(*, is_noticed: bool = False) -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
-    server.is_noticed = is_noticed
+    server.is_noticed, server.raw = is_noticed, b""
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server
@@ -74,6 +80,18 @@ def test_a_notice_comes_while_it_is_watched(cloud: str) -> None:
         watch(cloud, left.set, address=address(server), every_s=0.02)
         assert not left.wait(0.2)
         server.is_noticed = True
+        assert left.wait(400)
+
+
+@pytest.mark.parametrize("raw", [b"220 mail\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[", DEEP])
+def test_a_service_whose_answer_is_none_is_asked_again(raw: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """The thread ended with a traceback, and the host did not leave when it was to be taken away."""
+    left = threading.Event()
+    with caplog.at_level(logging.WARNING), metadata(is_noticed=True) as server:
+        server.raw = raw
+        watch("azure", left.set, address=address(server), every_s=0.02)
+        eventually(lambda: caplog.records, "it is told")
+        server.raw = b""
         assert left.wait(400)
 
 

@@ -63,7 +63,7 @@ def _times_in(folder: Path) -> tuple[float, ...]:
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         return tuple(float(one["ms_per_batch"]) for one in record["ranks"])
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
         raise InvalidJob(f"{folder} has no {RECORD} of a run that has ended: give --ranks, such as 25ms,57ms") from None
 
 

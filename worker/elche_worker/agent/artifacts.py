@@ -151,7 +151,7 @@ def _store_checkpoint(folder: Path, place: StoreFolder, files: RankFiles) -> dic
         with files.read(folder / MANIFEST) as file:
             manifest = file.read(MAX_MANIFEST_BYTES)
         names = [PurePosixPath(name) for name in json.loads(manifest)["files"]]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
     # user code may have written the manifest, with paths outside of the folder
     if any(name.is_absolute() or ".." in name.parts for name in names):

@@ -6,6 +6,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from http.client import HTTPException
 from typing import NamedTuple
 
 log = logging.getLogger(__name__)
@@ -16,6 +17,8 @@ ANSWER_S = 2.0
 """Limit in seconds for the metadata service to answer."""
 MAX_BYTES = 64 << 10
 """Most bytes of an answer that are read."""
+INVALID = (OSError, HTTPException, ValueError, KeyError, TypeError, RecursionError)
+"""Errors of a service that does not answer, or of an answer that is none."""
 # Without the proxies of the environment: the service answers for the machine that asks, which would be the proxy's.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -52,9 +55,7 @@ class Cloud(NamedTuple):
 
     address: str
     is_noticed: Callable[[str], bool]
-    """Asks the service at an address; returns True if there is a notice. Raises `OSError`, or `ValueError`, `KeyError`
-    or `TypeError` for an invalid answer.
-    """
+    """Asks the service at an address; returns True if there is a notice. Raises one of `INVALID`."""
 
 
 CLOUDS = {
@@ -79,7 +80,7 @@ def _watch(cloud: Cloud, leave: Callable[[], object], address: str, every_s: flo
                 leave()
                 return
             problem = ""
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except INVALID as error:
             if not problem:
                 log.warning("%s does not say if this machine will be interrupted: %s; asking again", base, error)
             problem = str(error) or type(error).__name__

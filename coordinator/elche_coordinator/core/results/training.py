@@ -609,5 +609,6 @@ class Training:
         self._guard.restore(state.get("divergences", ()))  # older checkpoints have none
         self.evaluations.restore(state["evaluations"])
         self.checkpoints.restore_best(state.get("best_checkpoint"))
-        self._owed = [Epoch(epoch) for epoch in state["evaluations"]["owed_epochs"]]
+        # Not of an epoch that `max_steps` had cut short, and that goes on with more of them.
+        self._owed = [Epoch(epoch) for epoch in state["evaluations"]["owed_epochs"] if epoch < self.ledger.epoch]
         self.epochs.restore(state["tallies"], state.get("untold", ()))  # older checkpoints have none
