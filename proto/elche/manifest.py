@@ -100,7 +100,7 @@ def checkpoints_in(path: Path, on_damaged: Callable[[Path, DamagedCheckpoint], N
     if not manifests:
         raise NoCheckpoint(
             f"{path} is not a checkpoint and contains none: no {MANIFEST} is in it. "
-            "A job writes one on Ctrl-C, every ten minutes, and with --checkpoint-every-epochs 1 after each epoch; a "
+            "A job writes one on Ctrl-C, every ten minutes, at its end, and with --checkpoint-every-epochs 1; a "
             "loop of your own on Ctrl-C, by trainer.save(), and with TrainerConfig(checkpoint_every_minutes=...)"
         )
     for one, why in damaged.items():

@@ -257,10 +257,12 @@ class SharedSettings:
     ] = None
     """(slowest rank, factor by which the others are faster): a first guess until times are measured."""
     checkpoint_every_epochs: Annotated[
-        int | None, Setting("Write a checkpoint every N epochs.", least=1, below=2**32)
+        int | None, Setting("Write a checkpoint every N epochs, and at the end.", least=1, below=2**32)
     ] = None
     """Epochs between checkpoints; None: no rule by epochs."""
-    checkpoint_every_minutes: Annotated[float | None, Setting("Write a checkpoint every X minutes.")] = 10.0
+    checkpoint_every_minutes: Annotated[
+        float | None, Setting("Write a checkpoint every X minutes, and at the end.")
+    ] = 10.0
     """Minutes between checkpoints; None: no rule by time."""
     keep_checkpoints: Annotated[
         int, Setting("Number of newest checkpoints that are kept, besides the best.", least=1, below=2**16)

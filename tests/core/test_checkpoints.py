@@ -80,6 +80,20 @@ def test_a_checkpoint_on_request_is_the_next_round(simulate):
     assert [one.version for one in written(simulation)] == [5]  # round 4 was announced already
 
 
+@pytest.mark.parametrize(("changes", "num"), [({}, 1), ({"max_steps": 150}, 1), ({"checkpoint_every_epochs": 1}, 3)])
+def test_the_end_of_a_training_is_a_checkpoint_however_short_it_was(simulate, changes, num):
+    """So that it can be gone on with for more epochs."""
+    simulation = simulate(ranks(5, 12), epochs=3, dataset_size=6000, checkpoint_every_minutes=10.0, **changes)
+    result = simulation.run()
+    assert result.outcome is Outcome.SUCCEEDED
+    assert result.checkpoints[-1].version == simulation.training.version
+    assert len({one.version for one in result.checkpoints}) == len(result.checkpoints) == num
+
+
+def test_who_wants_no_checkpoints_has_none_of_the_end_either(simulate):
+    assert not simulate(ranks(5, 12), dataset_size=600, checkpoint_every_minutes=None).run().checkpoints
+
+
 def test_only_the_newest_are_kept_and_the_best(simulate):
     losses = [0.9, 0.2, 0.8, 0.7, 0.6, 0.5]
     simulation = simulate(

@@ -247,6 +247,7 @@ def test_a_value_that_is_misspelt_is_refused() -> None:
         ("coordinator=null", "missing property 'coordinator'"),
         ("coordinator.storage.size=20GB", "'20GB' does not match pattern"),
         ("disruptionBudget.agents=half", "'half' does not match pattern"),
+        ("agent.env[0].name=A,agent.env[0].value=1", "at '/agent/env/0/value': got number, want string"),
     ],
 )
 def test_helm_says_what_is_wrong_with_a_value(value: str, why: str) -> None:

@@ -116,6 +116,11 @@ class Checkpoints:
         return tuple(dict.fromkeys(wanted))
 
     @property
+    def is_regular(self) -> bool:
+        """True if the settings ask for checkpoints."""
+        return self.settings.checkpoint_every_s is not None or self.settings.checkpoint_every_epochs is not None
+
+    @property
     def is_awaited(self) -> bool:
         """True if a checkpoint is being written or requested."""
         return self._is_requested or not self.is_idle
