@@ -249,6 +249,11 @@ def test_under_async_a_round_is_asked_for_when_each_has_made_its_count_or_all_it
     assert [is_due(20, 10), is_due(30, 9), is_due(19, 20), is_due(20, 9, leased=9)] == [True, False, False, True]
 
 
+def test_under_async_no_round_is_asked_for_while_none_is_planned() -> None:
+    """Such as when another generation is about to take over."""
+    assert not measured("async", 25.0, 50.0).due([holding(0, 25, 40), holding(1, 50, 40)], work(100))
+
+
 def test_under_async_counts_are_within_the_bound() -> None:
     policy, some = measured("async", 10.0, 50.0, max_batch_diff=5), [holding(0, 10, 60), holding(1, 50, 60)]
     planned(policy, some, work(1000))
