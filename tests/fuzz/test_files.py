@@ -5,7 +5,6 @@ import io
 import json
 import shutil
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,29 +29,27 @@ from elche_coordinator.telemetry.journal_files import JournalFiles
 from elche_coordinator.web.recordings import Recordings
 from elche_worker.process.log_times import TimesReader, times_path
 from elche_worker.process.rank_files import RankFiles
-from support.corpus import FOLDER, RANK_FILES, RUN, START, file_of_run, resealed, with_start
-from support.fuzzing import as_text, bounded_memory, changed_bytes, changed_json, fuzzed, tried
+from support.corpus import (
+    CHECKPOINT,
+    COMMAND,
+    FOLDER,
+    JOB,
+    MANIFEST,
+    RANK_FILES,
+    RECORD,
+    RUN,
+    START,
+    file_of_run,
+    resealed,
+    with_start,
+)
+from support.fuzzing import as_text, changed_bytes, changed_json, fuzzed, tried
 
-JOB = file_of_run("audit/*").name
-CHECKPOINT = file_of_run("checkpoints/*/*")
-MANIFEST: dict[str, Any] = json.loads((CHECKPOINT / "manifest.json").read_text())
-RECORD: dict[str, Any] = json.loads((RUN / "record.json").read_text())
-COMMAND: dict[str, Any] = json.loads((RUN / "run.json").read_text())
+pytestmark = pytest.mark.usefixtures("bounded")
+
 JOURNAL = [json.loads(line) for line in (FOLDER / "journal.jsonl").read_text().splitlines()]
 TIMELINE = [json.loads(line) for line in file_of_run("coordinator/timelines/*").read_text().splitlines()]
 CADENCE = (RUN / "cadence.binpb").read_bytes()
-
-
-@pytest.fixture(autouse=True)
-def bounded() -> Iterator[None]:
-    with bounded_memory():
-        yield
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A copy of the run's folder."""
-    return shutil.copytree(RUN, tmp_path / "run")
 
 
 # The auditor's files

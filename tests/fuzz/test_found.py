@@ -45,9 +45,8 @@ from elche_worker.process.rank_files import RankFiles
 from elche_worker.rank.evaluation_messages import tensors_of
 from elche_worker.session.control import Rounds
 from elche_worker.session.stopped import FOLDER, stopped_ranks
-from support.corpus import LEFT, RUN, START, file_of_run, with_start
+from support.corpus import JOB, LEFT, RUN, START, file_of_run, with_start
 
-JOB = file_of_run("audit/*").name
 NAME = file_of_run("checkpoints/*/*").name
 DEEP = "[" * 100_000 + "]" * 100_000
 

@@ -3,12 +3,9 @@
 import http.client
 import io
 import json
-import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,26 +17,10 @@ from elche_client.commands import plan
 from elche_worker.agent import artifacts, notices
 from elche_worker.process.rank_files import RankFiles
 from elche_worker.replaying.recording import read_recording
-from support.corpus import RANK_FILES, RUN, START, file_of_run, resealed, with_start
-from support.fuzzing import as_text, bounded_memory, changed_bytes, changed_json, fuzzed, tried
+from support.corpus import COMMAND, JOB, MANIFEST, RANK_FILES, RECORD, START, resealed, with_start
+from support.fuzzing import as_text, changed_bytes, changed_json, fuzzed, tried
 
-JOB = file_of_run("audit/*").name
-CHECKPOINT = file_of_run("checkpoints/*/*")
-MANIFEST: dict[str, Any] = json.loads((CHECKPOINT / "manifest.json").read_text())
-RECORD: dict[str, Any] = json.loads((RUN / "record.json").read_text())
-COMMAND: dict[str, Any] = json.loads((RUN / "run.json").read_text())
-
-
-@pytest.fixture(autouse=True)
-def bounded() -> Iterator[None]:
-    with bounded_memory():
-        yield
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A copy of the run's folder."""
-    return shutil.copytree(RUN, tmp_path / "run")
+pytestmark = pytest.mark.usefixtures("bounded")
 
 
 def repeat(run: Path) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain, repeat
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,10 +26,9 @@ from elche_worker.model.checkpoint import load
 from elche_worker.rank.evaluation_messages import tensors_of
 from elche_worker.session.control import Control, Rounds
 from elche_worker.session.stopped import FOLDER, stopped_ranks
-from support.corpus import LEFT, file_of_run, messages
+from support.corpus import CHECKPOINT, LEFT, MANIFEST, messages
 from support.fuzzing import (
     as_text,
-    bounded_memory,
     changed_bytes,
     changed_json,
     changed_message,
@@ -38,16 +37,10 @@ from support.fuzzing import (
     tried,
 )
 
-CHECKPOINT = file_of_run("checkpoints/*/*")
-MANIFEST: dict[str, Any] = json.loads((CHECKPOINT / "manifest.json").read_text())
+pytestmark = pytest.mark.usefixtures("bounded")
+
 STATE = json.loads((CHECKPOINT / "state.json").read_text())
 TENSORS = [(CHECKPOINT / name).read_bytes() for name in ("model.safetensors", "state.safetensors")]
-
-
-@pytest.fixture(autouse=True)
-def bounded() -> Iterator[None]:
-    with bounded_memory():
-        yield
 
 
 def sealed(folder: Path, name: str, data: bytes, **changed: Any) -> None:

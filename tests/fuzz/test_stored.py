@@ -9,7 +9,7 @@ import shutil
 import socket
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from datetime import timedelta
 from functools import cache, partial
@@ -44,13 +44,9 @@ from elche_worker.agent import agent, link_speed
 from elche_worker.agent.agent import CHUNK_BYTES, Agent
 from elche_worker.agent.processes import Exit
 from support.corpus import file_of_run, messages
-from support.fuzzing import bounded_memory, changed_bytes, changed_message, fuzzed, tried
+from support.fuzzing import changed_bytes, changed_message, fuzzed, tried
 
-
-@pytest.fixture(autouse=True)
-def bounded() -> Iterator[None]:
-    with bounded_memory():
-        yield
+pytestmark = pytest.mark.usefixtures("bounded")
 
 
 # The database

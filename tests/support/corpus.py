@@ -52,6 +52,11 @@ def file_of_run(pattern: str) -> Path:
 
 RANK_FILES = tuple(path.read_bytes() for path in sorted(RUN.glob("audit/*/*.bin")))
 """What ranks have written for the auditor."""
+JOB = file_of_run("audit/*").name
+CHECKPOINT = file_of_run("checkpoints/*/*")
+MANIFEST: dict[str, Any] = json.loads((CHECKPOINT / "manifest.json").read_text())
+RECORD: dict[str, Any] = json.loads((RUN / "record.json").read_text())
+COMMAND: dict[str, Any] = json.loads((RUN / "run.json").read_text())
 LEFT = {
     "job_id": "job-1", "rank": 0, "incarnation": 1, "secret": "abc.def", "store": "s", "num_sent": 3, "num_heard": 2,
     "messages": ["CAE=", "EgIIAQ=="], "round": 5, "draft": "/work/.stopped.x",
