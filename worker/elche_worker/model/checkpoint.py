@@ -463,6 +463,6 @@ def other_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     `model()`.
     """
     persistent = model.state_dict()
-    places = {place_of(one) for one in persistent.values() if can_hold(one) and one.numel()}  # a name may be another
+    places = {place_of(one) for one in persistent.values() if can_hold(one) and one.numel()}  # under any name
     named = ((name, one) for name, one in model.named_buffers() if name not in persistent and can_hold(one))
     return {name: copied(buffer) for name, buffer in named if place_of(buffer) not in places}

@@ -68,7 +68,7 @@ class RoundPlan:
     `max_batch_diff`.
     """
     ends_epoch: bool = False
-    """True if every batch of the epoch that is left is in it."""
+    """True if its batches complete the epoch."""
     is_announced: bool = True
     """False: the round is announced when it is due, and ranks train on until then."""
     reason: str

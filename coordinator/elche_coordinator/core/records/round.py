@@ -26,7 +26,7 @@ class Round:
     is_fixed: bool = False
     """True if its targets are not revised as those of other rounds."""
     ends_epoch: bool = False
-    """True if with it every batch of the epoch is made; its targets move to when that is expected."""
+    """True if its batches complete the epoch. Its targets follow the time at which the last of these is expected."""
     is_granted: bool = False
     """True if it was not announced, but entered by grant while the coordinator was away."""
     checkpoint_writer: Rank | None = None

@@ -520,7 +520,7 @@ class Training:
         writer's present moments. Any other checkpoint for which the round was not announced waits for the next round.
         """
         is_wanted = self.checkpoints.wants(now_s, closed) if is_foreseen else self.checkpoints.wants_end_of(closed)
-        # so that a short training can be gone on with, too; nobody trains any more, so nothing had to be foreseen
+        # The end, so that a short training can be resumed with more epochs. Nobody trains: it needs no announcement.
         is_wanted |= self.is_complete and self.checkpoints.is_regular
         if self.started is None or not is_wanted:
             return None

@@ -533,7 +533,7 @@ class RoundScheduler:
         round was planned may soon be as fast as before, and would have nothing to train while they hold so many.
         """
         may = self._policy.can_revise and self._settings.max_batch_diff is None and len(self.rounds) == 1
-        may = may and self._training.evaluations.is_idle  # for a rank that evaluates, `_train_on` does so
+        may = may and self._training.evaluations.is_idle  # while a rank evaluates, `_train_on` moves targets
         look_every_s = max(REVISE_EVERY_S, self._look_every_s)
         if not may or opened.is_granted or now_s - self._arrivals.looked_s < look_every_s:
             return
