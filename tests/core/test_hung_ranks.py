@@ -295,6 +295,31 @@ def test_who_answers_and_cannot_train_waits_for_the_one_that_does_not_answer():
     assert left_out == {1: "it has not answered for 1.5 s"}
 
 
+@pytest.mark.parametrize(("due_s", "left_out_s"), [(None, 8.0), (1.0, 2.9), (100.0, 8.0)])
+def test_who_trains_on_only_because_a_rank_is_late_counts_as_waiting(due_s, left_out_s):
+    """A rank that hung was left out only when the others had no more work. What they do meanwhile is in no round."""
+    watch = HangWatch()
+    duties = {
+        Rank(0): Duty(is_busy=True, hang_s=2.0, due_s=due_s and due_s + 99),
+        Rank(1): Duty(is_busy=True, hang_s=2.0, cost_s=1.0, due_s=due_s),
+    }
+    watch.on_message(Rank(1), 0.0)
+    for tenths in range(100):
+        watch.on_message(Rank(0), tenths / 10)
+        asked, left_out, _ = watch.check(duties, tenths / 10)
+        for rank in asked:
+            watch.on_asked(rank, tenths / 10)
+        if left_out:
+            break
+    assert (list(left_out), tenths / 10) == ([1], left_out_s)
+
+
+def test_a_rank_that_is_late_does_not_wait_for_itself():
+    watch, duties = HangWatch(), {Rank(0): Duty(is_busy=True, hang_s=5.0, due_s=1.0)}
+    watch.check(duties, 0.0)
+    assert watch.check(duties, 3.0) == ([], {}, None)
+
+
 def test_one_slow_answer_is_forgotten():
     """A process that was stopped for two seconds is waited for four times as long next, and soon no longer."""
     watch, duties = HangWatch(), {Rank(0): Duty(), Rank(1): Duty()}

@@ -103,6 +103,13 @@ def test_for_a_rank_that_becomes_slow_the_others_train_on_until_the_epoch_is_ove
     assert fraction(simulation) >= 0.96
 
 
+def test_stalls_of_a_second_keep_nobody_waiting(simulate):
+    """The others trained on for five of the late rank's batches only, and were then idle: 0.87."""
+    stalls = tuple(change for at_s in range(4, 40, 4) for change in ((at_s, 1000.0), (at_s + 0.9, 46.0)))
+    simulation = simulate(pair(changes=stalls), dataset_size=25_000, epochs=1, **DEFAULT)
+    assert fraction(simulation) >= 0.92
+
+
 def test_one_stalled_batch_stops_nobody_else(simulate):
     """An average comes late; work does not."""
     models = pair(changes=((2.0, 300.0), (2.04, 46.0)))

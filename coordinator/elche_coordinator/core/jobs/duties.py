@@ -15,12 +15,19 @@ def duties_of(
     there = {rank: record for rank, record in present(ranks).items() if record.is_connected}
     if training is None or generation is None:
         return {rank: Duty() for rank in there}
-    last = _last_with_model(training)
-    return {rank: _duty_of(record, training, generation, stalls, last) for rank, record in there.items()}
+    last, due_s = _last_with_model(training), generation.scheduler.due_s()
+    return {
+        rank: _duty_of(record, training, generation, stalls, last, due_s.get(rank)) for rank, record in there.items()
+    }
 
 
 def _duty_of(
-    record: RankRecord, training: Training, generation: Generation, stalls: StallWatch, last: RankRecord | None
+    record: RankRecord,
+    training: Training,
+    generation: Generation,
+    stalls: StallWatch,
+    last: RankRecord | None,
+    due_s: float | None,
 ) -> Duty:
     """The rank's duty: a batch, an evaluation, or waiting for others, with the seconds of silence after which it counts
     as stalled, and as hung; None where silence means nothing.
@@ -48,6 +55,7 @@ def _duty_of(
         hang_s=hang_s,
         cost_s=_unsaved_s(record, training) if record is last else _uncommitted_s(record),
         is_last=record is last,
+        due_s=due_s if is_busy else None,
     )
 
 

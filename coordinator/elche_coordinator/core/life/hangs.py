@@ -1,6 +1,6 @@
 """Detects hung ranks: others wait for them, and they answer no ping, or answer and train no batch."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from elche.sums import added
@@ -8,6 +8,8 @@ from elche_coordinator.core.messages.ids import Rank
 
 ASK_AFTER_S = 0.5
 """Seconds of silence after which a rank is pinged, while others wait."""
+LATE_S = 0.2
+"""A rank for which the open round has waited so long is asked too, although the others may train on meanwhile."""
 EXPLAINED_S = 0.5
 """Allowed silence: these seconds, plus the larger of 20 batch times and 4 times the longest gap (`stalls`)."""
 ANSWER_S = 1.5
@@ -50,6 +52,12 @@ class Duty:
     """Seconds of its work that is in no committed round; if it is the last one with the model, in no checkpoint."""
     is_last: bool = False
     """True if no other rank has the model, so that the job goes back to a checkpoint without it."""
+    due_s: float | None = None
+    """Time at which it should have reported the batch of the open round's target; None if no round waits for it."""
+
+    def is_late(self, now_s: float) -> bool:
+        """True if the open round has waited `LATE_S` for it: the others, if they train, do so because of it."""
+        return self.due_s is not None and now_s - self.due_s >= LATE_S
 
 
 class HangWatch:
@@ -57,8 +65,9 @@ class HangWatch:
 
     A silent rank is pinged while others wait. It hangs if it does not answer in time, or answers and then trains no
     batch for longer than its allowed silence, while all others answer. It is left out once the others together have
-    waited longer than its loss costs, or once it is silent for `UNAWAITED` times its allowed silence. The last one with
-    the model is left out only while others wait, after what its loss costs, and `UNKNOWN_S` at least.
+    waited, or trained on because it is late, for longer than its loss costs, or once it is silent for `UNAWAITED` times
+    its allowed silence. The last one with the model is left out only while others wait, after what its loss costs, and
+    `UNKNOWN_S` at least.
     """
 
     def __init__(self) -> None:
@@ -121,7 +130,7 @@ class HangWatch:
         owe_answer = any(self._owes_answer(rank, duty, silent_s[rank], now_s) for rank, duty in duties.items())
         hung = mute or ({} if owe_answer else idle)
         waits = [rank for rank, duty in duties.items() if rank not in hung and (not duty.is_busy or rank in idle)]
-        waiting_s = [silent_s[rank] for rank in waits]
+        waiting_s = [silent_s[rank] for rank in waits] + _trained_on_s(duties, {*hung, *waits}, now_s)
         waited_s = added(waiting_s)  # idle time of all ranks together, to compare with the work that would be lost
         to_ask, left_out = [], {}
         for rank, duty in duties.items():
@@ -171,3 +180,12 @@ class HangWatch:
         if duty.hang_s is not None and answered_s is not None and now_s - answered_s >= duty.hang_s + ANSWERING_S:
             return f"it has made no batch for {silent_s:.1f} s"
         return ""
+
+
+def _trained_on_s(duties: Mapping[Rank, Duty], others: Collection[Rank], now_s: float) -> list[float]:
+    """Seconds for which each rank beside these `others` has trained on because one is late. They count as waiting: that
+    ranks have work while one hangs must not put off its end.
+    """
+    late_s = max((now_s - duty.due_s for duty in duties.values() if duty.due_s is not None), default=0.0)
+    trains_on = [rank for rank, duty in duties.items() if duty.hang_s is not None and not duty.is_late(now_s)]
+    return [late_s for rank in trains_on if late_s >= LATE_S and rank not in others]

@@ -32,18 +32,17 @@ them the round may be longer by plan (`counts.whole_span_ms`).
 
 FIRST_EVALUATION_MS = 150.0
 """Assumed duration of a rank's first evaluation, or that of an epoch if that is shorter."""
-OVERDUE_FRACTION, OVERDUE_MS = 0.5, 100.0
+OVERDUE_FRACTION, OVERDUE_MS, OVERDUE_BATCHES = 0.5, 100.0, 5
 """An evaluation that is overdue is assumed to take this fraction of the overdue time longer; at least `OVERDUE_MS`, or
-`LATE_BATCHES` batches of the slowest rank if that is shorter. By then a report leads to new targets."""
+`OVERDUE_BATCHES` batches of the slowest rank if that is shorter. By then a report leads to new targets."""
 LATE_MS = 30.0
 """A rank is late if it should have reported its target's batch this many ms ago, plus half a batch and the time of a
 message to a rank and back."""
 MAX_ROUND_TRIP_MS = 300.0
 """Upper limit of the measured time of a message to a rank and back: the first answer may include a slow start."""
-LATE_BATCHES, MOST_LATE_MS = 5, 1000.0
+LATE_BATCHES, MOST_LATE_MS = 20, 1000.0
 """The others train on for a late rank until it is late by `LATE_BATCHES` of its batches, at most `MOST_LATE_MS`. After
-that they wait: the rank may hang, which is only found out while others wait, and every pause of a busy host would make
-averagings rarer.
+that they wait: every pause of a busy host would make averagings rarer.
 """
 
 
@@ -382,7 +381,7 @@ class RoundScheduler:
         return max(self._slowest_ms, min(longest_ms, MOST_LATE_MS))
 
     def _least_overdue_ms(self) -> float:
-        return min(OVERDUE_MS, LATE_BATCHES * self._slowest_ms or OVERDUE_MS)
+        return min(OVERDUE_MS, OVERDUE_BATCHES * self._slowest_ms or OVERDUE_MS)
 
     def _is_evaluating(self, rank: Rank) -> bool:
         return self._training.evaluations.has(rank)
@@ -463,10 +462,21 @@ class RoundScheduler:
         record, ms = self._members[pace.rank], pace.ms_per_batch or 0.0
         if self._is_evaluating(pace.rank):
             return pace.delay_ms
-        late_ms = (now_s - record.reported_at_s) * 1000 - ms * max(1, opened.targets[pace.rank] - record.local_step)
+        late_ms = (now_s - _due_s(record, opened, ms)) * 1000
         most_ms = min(LATE_BATCHES * ms, MOST_LATE_MS)
         is_late = LATE_MS + ms / 2 + self._training.round_trip_ms < late_ms < most_ms and ms > 0
         return min(max(OVERDUE_FRACTION * late_ms, self._least_overdue_ms()), most_ms - late_ms) if is_late else 0.0
+
+    def due_s(self) -> dict[Rank, float]:
+        """Time at which each member for which the only open round waits should have reported its target's batch."""
+        opened = self.rounds[0] if len(self.rounds) == 1 and not self._policy.stops_ranks else None
+        if opened is None or opened.is_granted or self._training.committed is None or self._training.is_paused:
+            return {}
+        return {
+            rank: _due_s(record, opened, record.ms_per_batch)
+            for rank, record in self._members.items()
+            if record.ms_per_batch and rank not in opened.entered and not self._is_evaluating(rank)
+        }
 
     def _lease_on(self, rank: Rank, num_batches: int) -> None:
         """Has the rank train `num_batches` more batches, of this epoch and then of later ones."""
@@ -600,6 +610,11 @@ class RoundScheduler:
 def _are_timed(paces: Sequence[Pace]) -> bool:
     """True if the speeds of all are known."""
     return all(pace.ms_per_batch is not None for pace in paces)
+
+
+def _due_s(record: RankRecord, opened: Round, ms_per_batch: float) -> float:
+    """Time at which a rank should have reported its target's batch, by its speed."""
+    return record.reported_at_s + ms_per_batch * max(1, opened.targets[record.rank] - record.local_step) / 1000
 
 
 def _left_ms(expected_ms: float, since_ms: float, least_ms: float) -> float:
