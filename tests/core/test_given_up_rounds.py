@@ -114,8 +114,7 @@ def test_cpu_rounds_that_always_break_fail_the_job_after_some_time(simulate, pol
         assert "averagings in a row, over " in result.error
         assert "were given up, the last one because it broke" in result.error
         times_s = [step.at_s for step in failed.core.steps if isinstance(step.event, RoundFailed)]
-        soon_s = 50 if policy == "sync" else 5  # where rounds that are announced together count once
-        assert GIVEN_UP_S <= times_s[-1] - times_s[0] < GIVEN_UP_S + soon_s
+        assert GIVEN_UP_S <= times_s[-1] - times_s[0] < GIVEN_UP_S + 5
         num_broken = failed.generation.num_given_up
         assert num_broken >= MAX_GIVEN_UP
         survived = simulate(
@@ -133,7 +132,7 @@ def test_cpu_rounds_that_break_now_and_then_never_fail_the_job(simulate, policy,
     assert simulation.generation.num_given_up > 10
 
 
-def test_an_outage_that_takes_all_rounds_of_a_window_counts_once(simulate):
+def test_a_short_outage_that_takes_many_rounds_fails_no_job(simulate):
     """Under `sync` a rank whose connection was refused for a third of a second lost five rounds, and so the job."""
     simulation = simulate(ranks(5, 11.5), policy="sync", backend="cpu", broken_rounds=frozenset(range(20, 32)))
     assert simulation.run().outcome is Outcome.SUCCEEDED

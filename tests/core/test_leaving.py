@@ -6,8 +6,14 @@ from random import Random
 import pytest
 from core.test_lost_ranks import THREE, by_policy, succeeds
 
-from elche_coordinator.core.messages.commands import SendAbandon, SendShutdown, StartRank, StopRank
-from elche_coordinator.core.messages.events import AgentJoined, DrainRequested, JobSubmitted, LeaveRequested
+from elche_coordinator.core.messages.commands import SendAbandon, SendEpochMetrics, SendShutdown, StartRank, StopRank
+from elche_coordinator.core.messages.events import (
+    AgentJoined,
+    DrainRequested,
+    EpochMetricsTaken,
+    JobSubmitted,
+    LeaveRequested,
+)
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.reports import MembershipReport
 from elche_coordinator.core.messages.spec import JobSpec, Slot
@@ -61,6 +67,26 @@ def test_a_rank_that_is_to_end_commits_its_work_and_is_started_again(simulate, p
     assert [command.rank for command in simulation.sent(StartRank)] == [0, 1, 2, 1]
     assert simulation.sent(SendAbandon) == []
     assert simulation.job.roster.num_lost == 0
+
+
+def test_a_finished_epoch_is_told_to_another_when_who_was_told_leaves(simulate):
+    """It was told again to the rank that was let go, and the job waited for its callback without end."""
+    simulation = simulate(ranks(*THREE), dataset_size=2000, epochs=4, wants_metrics=True)
+    handle = simulation.handle
+
+    def without_the_callback_of_rank_0(event):
+        if not isinstance(event, EpochMetricsTaken) or event.rank != 0:
+            handle(event)
+
+    simulation.handle = without_the_callback_of_rank_0
+    simulation.run_until(lambda: simulation.sent(SendEpochMetrics))
+    handle(LeaveRequested(**simulation.processes[0].address))
+    simulation.kill(2)  # their generation is abandoned, and rank 0 let go when that is done
+    simulation.run_until(lambda: simulation.sent(SendShutdown))
+    told = [command.rank for command in simulation.sent(SendEpochMetrics) if command.report.epoch == 0]
+    assert told == [0, 1]
+    simulation.handle = handle
+    succeeds(simulation)
 
 
 def test_the_only_rank_is_to_end(simulate):

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from itertools import takewhile
-from math import inf
 
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
@@ -62,9 +61,7 @@ class Generation:
         self.num_given_up = 0
         """Number of rounds given up."""
         self._given_up_in_a_row = 0
-        """Rounds given up since the last commit, each of them announced after the one before had been."""
-        self._given_up_at_s = -inf
-        """Time at which the newest of these was given up."""
+        """Rounds given up since the last commit."""
         self._given_up_since_s = 0.0
         """Time at which the first of these was given up."""
         self._training = training
@@ -281,7 +278,6 @@ class Generation:
     def on_round_failed(self, record: RankRecord, event: RoundFailed, now_s: float) -> Failure | None:
         """Records that the rank will not receive a round's result. If no member will, the round is given up, and its
         samples go into the next one. Returns a failure after `MAX_GIVEN_UP` of these in a row, and `GIVEN_UP_S`.
-        Rounds that were announced together count once: one outage takes them all.
         """
         opened = self._reached(event, now_s)
         if opened is None or record.rank in opened.results or record.rank in opened.failures:
@@ -295,9 +291,8 @@ class Generation:
             return None
         self.num_given_up += 1
         self._training.num_given_up += 1
-        if opened.at_s >= self._given_up_at_s:
-            self._given_up_since_s = self._given_up_since_s if self._given_up_in_a_row else now_s
-            self._given_up_in_a_row, self._given_up_at_s = self._given_up_in_a_row + 1, now_s
+        self._given_up_since_s = self._given_up_since_s if self._given_up_in_a_row else now_s
+        self._given_up_in_a_row += 1
         num_s = now_s - self._given_up_since_s
         if self._given_up_in_a_row >= MAX_GIVEN_UP and num_s >= GIVEN_UP_S:
             all_of = f"{self._given_up_in_a_row} averagings in a row, over {num_s:.0f} s,"
