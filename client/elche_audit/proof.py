@@ -8,6 +8,7 @@ from typing import Any
 from elche_audit.agreement import ledger_faults, other_seeds, record_faults, unlike_settings
 from elche_audit.coverage import CoveredPiece, Ranges, difference, gaps, overlaps, words
 from elche_audit.history import Attempt, AuditedRound, attempts_of, contents, positions
+from elche_audit.journal import faults
 from elche_audit.rank_file import Damaged, Joined, RankFile
 from elche_audit.run_folder import CADENCE, RECORD, CheckpointBooks, ReportedRound, RunFolder, read_books, read_run
 from elche_audit.verdict import Thrown, Verdict
@@ -64,6 +65,8 @@ class _Judge:
         """Makes all checks."""
         self._check_files()
         self._check_leases()
+        if self._run.journal is not None:
+            self._refute(faults(self._run.journal, self._run.files))
         # First, since attempts can be linked only if none lacks a file.
         for attempt in self._attempts:
             self._check_attempt(attempt)

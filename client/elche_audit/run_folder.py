@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 
 from elche.v1 import job_pb2
 from elche_audit.coverage import CoveredPiece, Ranges, joined, ranges_of
+from elche_audit.journal import Journal, read_journal
 from elche_audit.rank_file import MAX_EPOCHS, Damaged, RankFile, read
 
 AUDIT, CADENCE, RECORD, RUN = "audit", "cadence.binpb", "record.json", "run.json"
@@ -76,6 +77,7 @@ class RunFolder:
     result: dict[str, Any] | None = None
     """The job's result; None if it has not ended, or was not run by `elche run`."""
     checkpoints: list[CheckpointBooks] = field(default_factory=list)
+    journal: Journal | None = None
     missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -96,6 +98,10 @@ def read_run(folder: Path, *others: Path) -> RunFolder:
     _check_same_job(run)
     _read_record(folder, run)
     _read_rounds(folder, run)
+    try:
+        run.journal = read_journal(folder, run.job)
+    except Damaged as error:
+        run.missing.append(str(error))
     for path in sorted(path for one in folders for path in (one / "checkpoints" / run.job).glob("*/manifest.json")):
         # Such a folder is a checkpoint that is still being written, or whose writer was killed.
         if not path.parent.name.startswith("."):

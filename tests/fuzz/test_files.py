@@ -207,6 +207,22 @@ def lines_of(text: str) -> str:
     return "\n".join(as_text(json.dumps(row)) for row in rows) if isinstance(rows, list) else as_text(text)
 
 
+LEASED = [
+    {"journal": 2, "job": JOB, "num_dropped": 0, "wall_s": 0.0},
+    *(line for line in JOURNAL[1:] if "SendLease" in json.dumps(line) or "ResultReceived" in json.dumps(line)),
+][:5]
+
+
+@fuzzed(60)
+@given(text=changed_json(LEASED).map(lines_of), is_packed=st.booleans())
+def test_the_auditor_reads_any_journal(run: Path, text: str, is_packed: bool) -> None:
+    folder = run / "coordinator" / "journals"
+    folder.mkdir(parents=True, exist_ok=True)
+    data = gzip.compress(text.encode(), mtime=0) if is_packed else text.encode()
+    (folder / f"{JOB}.jsonl.gz").write_bytes(data)
+    judge(run)
+
+
 PACKED = [gzip.compress("\n".join(map(json.dumps, JOURNAL)).encode(), mtime=0)]
 JOURNALS = st.one_of(
     changed_json(JOURNAL[:5]).map(lines_of).map(lambda text: gzip.compress(text.encode(), mtime=0)),

@@ -12,6 +12,7 @@ from elche_coordinator.core.messages import commands
 from elche_coordinator.core.messages.ids import GenerationId, RoundId
 from elche_coordinator.core.messages.reports import JobResult, RoundReport
 from elche_coordinator.core.messages.spec import HeaderRow
+from elche_coordinator.journal.coding import encode
 from elche_coordinator.simulator.collective import Parameters, RoundEntry
 from elche_coordinator.simulator.simulation import JOB, Simulation
 from elche_coordinator.simulator.synthetic import Saved
@@ -183,3 +184,12 @@ def write_records(simulation: Simulation, result: JobResult, folder: Path) -> No
     reports = [report for report in simulation.reports if isinstance(report, RoundReport)]
     record["round_reports"] = [{"round": one.round, "version": one.version, "samples": one.samples} for one in reports]
     (folder / "record.json").write_text(json.dumps(record))
+    write_journal(simulation, folder)
+
+
+def write_journal(simulation: Simulation, folder: Path) -> None:
+    """Writes the journal of a job from its first event on, as `elche journal JOB --json` prints it."""
+    lines: list[Any] = [{"journal": 2, "job": JOB, "num_dropped": 0, "wall_s": 0.0}]
+    for step in simulation.core.steps:
+        lines.append({"at": step.at_s, "event": encode(step.event), "commands": list(map(encode, step.commands))})
+    (folder / "journal.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
