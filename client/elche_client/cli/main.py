@@ -296,8 +296,8 @@ def audit(folders: tuple[Path, ...], as_json: bool) -> int:
     For a job on several hosts, name the folder of each host.
 
     The run needs --audit true. The command compares the ranks' files with the record of rounds, the result, the
-    checkpoints and, where there is one, the journal. It shares no code with the programs that wrote them. Exit codes: 0 proven, 1 refuted, with a line per
-    violation, 2 undecided, because files are missing or damaged.
+    checkpoints and, where there is one, the journal. It shares no code with the programs that wrote them. Exit codes:
+    0 proven, 1 refuted, with a line per violation, 2 undecided, because files are missing or damaged.
 
     \b
     Examples:
