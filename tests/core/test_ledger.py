@@ -256,6 +256,9 @@ def test_nothing_more_is_leased_once_an_early_end_is_decided():
     ledger.stop()
     assert ledger.grant(Rank(0), Epoch(0), 10) == []
     assert (ledger.free_samples(Epoch(0)), ledger.free_batches(Epoch(0)), ledger.free_later()) == (0, 0, 0)
+    assert not ledger.is_complete, "a rank has work that is in no round"
+    ledger.commit(Rank(0), 10)
+    assert ledger.is_complete
 
 
 def test_a_ranks_own_batches_are_counted_in_their_size():
