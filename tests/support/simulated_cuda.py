@@ -150,7 +150,8 @@ class Stream:
 class Event:
     """`torch.cuda.Event`."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, blocking: bool = False, **options: Any) -> None:
+        self._is_blocking = blocking
         self.moment: Clock = {}
         self.at_s = 0.0
 
@@ -162,6 +163,8 @@ class Event:
         (stream or device().stream).wait_event(self)
 
     def synchronize(self) -> None:
+        if not self._is_blocking:  # CUDA's default: a core of the host computes nothing else
+            device().problems.setdefault(f"the host spins until an event has come in {_where()}")
         device().host_waits(self.moment)
 
     def query(self) -> bool:

@@ -99,7 +99,8 @@ def capture_rng_state(*, of_gpu: bool = True) -> dict[str, Any]:
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if of_gpu and torch.cuda.is_available() else None,
+        # Only of a device that this process uses: a rank on the CPU would begin to use the host's first GPU.
+        "cuda": torch.cuda.get_rng_state() if of_gpu and torch.cuda.is_initialized() else None,
         "python": random.getstate(),
         "numpy": (
             str(kind),
@@ -115,7 +116,7 @@ def restore_rng_state(state: dict[str, Any], only: Collection[str] = GENERATORS)
     """Restores the generators named in `only` from a result of `capture_rng_state`."""
     if "torch" in only:
         torch.set_rng_state(state["torch"])
-        if state["cuda"] is not None and torch.cuda.is_available():
+        if state["cuda"] is not None and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(state["cuda"])
     if "python" in only:
         random.setstate(state["python"])
