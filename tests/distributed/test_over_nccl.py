@@ -22,7 +22,7 @@ from elche_worker.collectives.process_group import ProcessGroupCollectives
 from elche_worker.device.streams import CudaStreams
 from elche_worker.model.layout import Layout
 from elche_worker.outer import Nesterov
-from support.nccl import nccl_in_use
+from support.nccl import bootstrap, nccl_in_use, words
 from support.nccl.communicator import pace
 from support.nccl.forked import SHORT, ends, until
 from support.simulated_cuda import CUDA, Device
@@ -244,6 +244,25 @@ def test_a_communicator_is_not_there_before_its_ranks_are_whatever_the_environme
         threads.submit(nccl.Communicator, store, 1, 2, CUDA).result(SOON_S)
         first.result(SOON_S)
     assert not finished
+
+
+def test_a_communicator_for_which_there_is_no_memory_finds_what_was_cached_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks that train may have reserved all of the card: when one had died, the others could not meet any more."""
+    text = words.nccl_error("unhandled cuda error", "ncclUnhandledCudaError", "Cuda failure 2 'out of memory'")
+    make = bootstrap.init_rank
+
+    def with_room_if_emptied(*given: Any) -> Any:
+        if not any("the cache is emptied" in problem for problem in device.problems):
+            raise dist.DistBackendError(text)
+        return make(*given)
+
+    with Device().in_use(monkeypatch) as device, nccl_in_use(monkeypatch):
+        monkeypatch.setattr(bootstrap, "init_rank", with_room_if_emptied)
+        with pytest.raises(CollectiveFailed, match=r"(?s)could not meet.*out of memory"):
+            group(dist.HashStore(), size=1)
+        group(dist.HashStore(), size=1).abort()
 
 
 def outlasts_its_timeout() -> None:
