@@ -59,7 +59,7 @@ def test_the_wheels_are_what_is_needed_beside_pytorch(wheels: Any) -> None:
 
 
 def test_the_tests_start_with_the_wheels_and_pytorch_alone(wheels: Any, tmp_path: Path) -> None:
-    """On a machine that was lent for half an hour they would have stopped at an import."""
+    """They stopped at an import of what these did not have."""
     _, needs = wheels.locked()
     there = names_of(wheels) | wheels.closure({"torch"}, needs)
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_OTHERS)
