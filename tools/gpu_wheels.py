@@ -19,7 +19,7 @@ from requirements import closure, locked, name_of  # noqa: E402
 
 MAX_BYTES = 64 << 20
 EXTRAS = ("coordinator", "worker")
-TESTS = ("pytest", "pytest-timeout", "pytest-xdist")
+TESTS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 THERE = "torch"
 """With all that it needs itself."""
 NOT_USED = "uv"

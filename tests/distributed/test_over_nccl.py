@@ -1,11 +1,13 @@
 """A rank's rounds over NCCL, by its strict stand-in, on the simulated device."""
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,10 +22,11 @@ from elche_worker.collectives.process_group import ProcessGroupCollectives
 from elche_worker.device.streams import CudaStreams
 from elche_worker.model.layout import Layout
 from elche_worker.outer import Nesterov
-from support.nccl import nccl_in_use
+from support.nccl import bootstrap, nccl_in_use, words
 from support.nccl.communicator import pace
 from support.nccl.forked import SHORT, ends, until
 from support.simulated_cuda import CUDA, Device
+from support.simulated_cuda import device as current_device
 from support.worlds import Worlds
 
 SOON_S = 20.0
@@ -231,6 +234,37 @@ def test_a_group_is_not_ready_before_all_its_ranks_are_there(device: Device) -> 
     assert not finished
 
 
+def test_a_communicator_is_not_there_before_its_ranks_are_whatever_the_environment_says(device: Device) -> None:
+    """Else a rank would wait for it in a round, which it could not leave when another rank dies."""
+    store = dist.HashStore()
+    with patch.dict(os.environ, {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}), ThreadPoolExecutor(2) as threads:
+        nccl.keep_survivors_alive()
+        first = threads.submit(nccl.Communicator, store, 0, 2, CUDA)
+        finished, _ = wait([first], A_WHILE_S)
+        threads.submit(nccl.Communicator, store, 1, 2, CUDA).result(SOON_S)
+        first.result(SOON_S)
+    assert not finished
+
+
+def test_a_communicator_for_which_there_is_no_memory_finds_what_was_cached_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks that train may have reserved all of the card: when one had died, the others could not meet any more."""
+    text = words.nccl_error("unhandled cuda error", "ncclUnhandledCudaError", "Cuda failure 2 'out of memory'")
+    make = bootstrap.init_rank
+
+    def with_room_if_emptied(*given: Any) -> Any:
+        if not any("the cache is emptied" in problem for problem in device.problems):
+            raise dist.DistBackendError(text)
+        return make(*given)
+
+    with Device().in_use(monkeypatch) as device, nccl_in_use(monkeypatch):
+        monkeypatch.setattr(bootstrap, "init_rank", with_room_if_emptied)
+        with pytest.raises(CollectiveFailed, match=r"(?s)could not meet.*out of memory"):
+            group(dist.HashStore(), size=1)
+        group(dist.HashStore(), size=1).abort()
+
+
 def outlasts_its_timeout() -> None:
     """A round that takes longer than its group's timeout, as beside a rank that evaluates for long."""
     nccl.keep_survivors_alive()
@@ -243,9 +277,25 @@ def outlasts_its_timeout() -> None:
     until(lambda: communicator._group._shared.beats > beats + 20)
 
 
-def in_a_process(folder: Path) -> list[int]:
-    return ends([outlasts_its_timeout], [SHORT])
+def has_a_kernel_that_fails() -> None:
+    """The model's, beside a collective: its error is to be raised where the host waits, with a traceback."""
+    nccl.keep_survivors_alive()
+    communicator = nccl.Communicator(dist.HashStore(), 0, 1, CUDA)
+    pace.hold()
+    with CudaStreams(CUDA).communication():
+        communicator._group.allreduce([torch.ones(4, device=CUDA)])
+        current_device().error = "device-side assert triggered"
+        until(communicator._group._watchdog.is_set)
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            torch.cuda.current_stream().synchronize()
 
 
-def test_a_round_that_takes_long_does_not_end_the_process(worlds: Worlds, tmp_path: Path) -> None:
-    assert worlds.run(1, in_a_process, tmp_path) == [[0]]
+def in_processes(folder: Path) -> list[int]:
+    return ends([outlasts_its_timeout, has_a_kernel_that_fails], [SHORT, SHORT])
+
+
+def test_neither_a_round_that_takes_long_nor_an_error_of_the_model_ends_the_process(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    """The watchdog would; the job then has no traceback."""
+    assert worlds.run(1, in_processes, tmp_path) == [[0, 0]]

@@ -18,7 +18,7 @@ from support.nccl import ProcessGroupNCCL
 from support.nccl.communicator import pace
 from support.nccl.forked import SHORT, ends, until
 from support.nccl.work import WorkNCCL
-from support.simulated_cuda import CUDA
+from support.simulated_cuda import CUDA, device
 from support.worlds import Worlds
 
 TIMEOUT = timedelta(milliseconds=50)
@@ -74,6 +74,14 @@ def has_dropped_its_first_group(path: Path) -> None:
     until(lambda: group._shared.beats > beats + 15)
 
 
+def has_a_kernel_that_fails(path: Path) -> None:
+    """Any kernel, such as one of the model's, beside a collective."""
+    group, _ = stuck(path)
+    device().error = "device-side assert triggered"
+    assert group._watchdog is not None
+    until(group._watchdog.is_set)
+
+
 def in_processes(cases: Sequence[tuple[str, dict[str, str]]], folder: Path) -> list[int]:
     return ends(
         [
@@ -110,6 +118,8 @@ CASES = {
     ),
     "another rank's timeout": (is_idle, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, KILLED),
     "the same, and not in the first group": (has_dropped_its_first_group, {}, LIVES),
+    "an error of any kernel": (has_a_kernel_that_fails, {}, KILLED),
+    "the same, not thrown again": (has_a_kernel_that_fails, {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}, LIVES),
 }
 
 

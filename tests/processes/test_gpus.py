@@ -53,6 +53,14 @@ IN_THE_MAKING = (
 )
 """Rank 0 waits in the making of its communicator, which nothing can abort."""
 
+ON_THEIR_DEVICES = (
+    "import dataclasses",
+    "def train_step_there(model, batch):",
+    "    assert next(model.parameters()).is_cuda == batch[0].is_cuda == (os.environ['ELCHE_RANK'] == '0')",
+    "    return train_step(model, batch)",
+    "job = dataclasses.replace(job, evaluate=None, train_step=train_step_there)",
+)
+
 COUNTED = (
     "import dataclasses",
     "def train_step_of_cuda(model, batch):",
@@ -100,6 +108,20 @@ def test_ranks_with_gpus_make_the_same_model_over_gloo_and_nccl_bit_for_bit(gpus
     )
     assert [way.split()[0] for way in ways] == ["gloo", "nccl"]
     assert len(set(models)) == 1
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("memory", ["auto", "host"])
+def test_a_gpu_and_a_cpu_train_one_job_over_gloo(mark: Mark, tmp_path: Path, job_file: JobFile, memory: str) -> None:
+    environment = {VARIABLE: "1", "TMPDIR": str(tmp_path)}
+    with (
+        coordinator(mark, tmp_path) as one,
+        agent(mark, tmp_path, one.address, devices="cuda:0,cpu", env=environment) as other,
+        Client(one.address, token="") as client,
+    ):
+        path = job_file("linear.py", "import os", *ON_THEIR_DEVICES)
+        backend, _ = trained(Cluster(one, other, client, mark), path, "auto", memory=memory)
+    assert backend == "gloo (rank 1 is on cpu)"
 
 
 def test_ranks_of_one_run_share_a_gpu_that_is_named(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:

@@ -150,7 +150,8 @@ class Stream:
 class Event:
     """`torch.cuda.Event`."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, blocking: bool = False, **options: Any) -> None:
+        self._is_blocking = blocking
         self.moment: Clock = {}
         self.at_s = 0.0
 
@@ -162,10 +163,13 @@ class Event:
         (stream or device().stream).wait_event(self)
 
     def synchronize(self) -> None:
+        if not self._is_blocking:  # CUDA's default: a core of the host computes nothing else
+            device().problems.setdefault(f"the host spins until an event has come in {_where()}")
         device().host_waits(self.moment)
 
     def query(self) -> bool:
         """Only what the host has waited for is known to be done."""
+        device().check()
         if device().late.before(self.moment):
             return False
         own = device().clock(device().thread)
@@ -185,6 +189,8 @@ class Memory:
     reserved: int = 0
     allocated: int = 0
     peak: int = 0
+    fraction: float = 1.0
+    """Part of it that this process may use."""
 
 
 class Device:
@@ -195,6 +201,8 @@ class Device:
         """In order, each once."""
         self.clocks: dict[str, Clock] = {}
         self.memory = Memory()
+        self.error = ""
+        """What has broken it, in CUDA's words: each call that waits for it, or asks an event, raises that."""
         self.live_bytes = self.peak_bytes = 0
         """Of storages on the device."""
         self.num_operations: dict[str, int] = {}
@@ -248,8 +256,14 @@ class Device:
         with self._lock:
             join(self.clock(timeline), moment)
 
+    def check(self) -> None:
+        """`C10_CUDA_CHECK`: the error of any kernel, in whatever call asks next, on whichever thread."""
+        if self.error:
+            raise RuntimeError(f"CUDA error: {self.error}")
+
     def host_waits(self, moment: Clock) -> bool:
         """The thread waits; whether there was anything to wait for."""
+        self.check()
         self.order(self.thread, moment)
         return self.late.wait(moment)
 
@@ -434,10 +448,12 @@ class Device:
                 f"the whole device is waited for in {_where()}"
             ),
             "empty_cache": lambda: self.problems.setdefault(f"the cache is emptied in {_where()}"),
+            "reset_peak_memory_stats": lambda device=None: setattr(self.memory, "peak", self.memory.allocated),
             "mem_get_info": lambda device=None: (self.memory.free, self.memory.total),
             "memory_allocated": lambda device=None: self.memory.allocated,
             "memory_reserved": lambda device=None: self.memory.reserved,
             "max_memory_allocated": lambda device=None: self.memory.peak,
+            "get_per_process_memory_fraction": lambda device=None: self.memory.fraction,
         }
         with monkeypatch.context() as patch:
             for name, value in changed.items():

@@ -24,6 +24,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         "get_device_properties": lambda device: SimpleNamespace(name="Intel Max", total_memory=48 * GIB),
         "set_device": lambda device: done.append(("set_device", device)),
         "empty_cache": lambda: done.append("empty_cache"),
+        "reset_peak_memory_stats": lambda: done.append("reset_peak_memory_stats"),
         "mem_get_info": lambda device: (40 * GIB, 48 * GIB),
         "memory_reserved": lambda device: 6 * GIB,
         "max_memory_allocated": lambda device: 7 * GIB,
@@ -42,7 +43,7 @@ def test_intels_cards_are_found_and_told_apart(calls: list[Any]) -> None:
     kind = kind_of(XPU)
     kind.select(XPU)
     kind.empty_cache()
-    assert calls == [("set_device", XPU), "empty_cache"]
+    assert calls == [("set_device", XPU), "empty_cache", "reset_peak_memory_stats"], "the peak was of what did not fit"
     assert kind.memory(XPU) == MemoryUse(used=8 * GIB, reserved=6 * GIB, peak=7 * GIB, total=48 * GIB)
 
 

@@ -196,7 +196,7 @@ def test_a_round_that_fails_between_two_chunks_leaves_nothing(
 def test_auto_holds_them_on_the_device_if_training_leaves_room(
     device: Device, tmp_path: Path, capfd: pytest.CaptureFixture[str], free_bytes: int, place: ValuesPlace
 ) -> None:
-    device.memory.total, device.memory.free = 0, free_bytes
+    device.memory.total, device.memory.free = 1000 * P, 100 * P + free_bytes  # of which a tenth is not to be used
     with new_rank(tmp_path, on_device(), **ADAMW) as rank:
         rank.enter()
         rank.hold()

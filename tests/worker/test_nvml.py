@@ -11,8 +11,10 @@ from typing import Any
 import pynvml
 import pytest
 import torch
+import torch.distributed as dist
 
 from elche.v1 import rank_pb2
+from elche_worker.device.build import build_of
 from elche_worker.telemetry import nvml
 
 CUDA = torch.device("cuda:0")
@@ -45,6 +47,9 @@ class Driver:
     def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, migDevice: str) -> str:
         assert migDevice == SLICE
         return CARD
+
+    def nvmlDeviceGetUUID(self, handle: str) -> str:
+        return handle
 
     def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:
         if handle == SLICE:
@@ -147,6 +152,25 @@ def test_a_slice_has_memory_of_its_own_and_what_its_card_has(
         700,
         1,
     )
+
+
+@pytest.mark.parametrize("is_slice", [True, False])
+def test_slices_of_one_card_are_one_device_to_those_who_choose_nccl(
+    monkeypatch: pytest.MonkeyPatch, is_slice: bool
+) -> None:
+    """NCCL refuses two of them: `Duplicate GPU detected`."""
+    driver = Driver()
+    driver.names = {SLICE, CARD}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", SLICE if is_slice else "0")
+    of(monkeypatch, driver)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    build = build_of(CUDA, needs_encryption=False, slice_of=nvml.slice_of(CUDA))
+    assert build.device_id == (CARD if is_slice else "7")
+
+
+def test_without_a_driver_a_device_is_a_whole_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: (_ for _ in ()).throw(NOT_SUPPORTED))
+    assert nvml.slice_of(CUDA) == ""
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in ("nvmlInit", "nvmlDeviceGetHandleByUUID")])

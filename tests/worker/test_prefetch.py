@@ -3,12 +3,14 @@
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from elche_worker import Trainer, TrainerConfig, TrainingJob
+from elche_worker.data import prefetch
 from elche_worker.data.dataset import Shuffled
 from elche_worker.data.lease_loader import MAX_READY, LeasedPart, LeaseLoader, LoadedBatch
 from elche_worker.data.prefetch import (
@@ -22,8 +24,11 @@ from elche_worker.data.prefetch import (
 )
 from elche_worker.device.streams import CudaStreams, DeviceStreams
 from elche_worker.device.transfer import num_bytes, tensors_in
+from elche_worker.rank.acts import TrainBatch
 from elche_worker.user.device import Device as Found
-from support.simulated_cuda import CUDA, DEFAULT, GB, Device
+from support.device_ranks import alone, new_rank
+from support.nccl.forked import until
+from support.simulated_cuda import CUDA, DEFAULT, GB, Device, Memory
 
 MEMORY = DeviceMemory(free=60 * GB, total=100 * GB, reserved=40 * GB, allocated=30 * GB, peak=40 * GB)
 """60 GB are free, and 10 of this process's 40 are not in use; 90 may be used: there is room for 60."""
@@ -44,6 +49,14 @@ MEMORY = DeviceMemory(free=60 * GB, total=100 * GB, reserved=40 * GB, allocated=
 )
 def test_the_depth_is_what_training_leaves(activation: int | None, waiting: int, batch: int, depth: int) -> None:
     assert prefetch_depth(MEMORY, activation_bytes=activation, waiting_bytes=waiting, batch_bytes=batch) == depth
+
+
+@pytest.mark.parametrize(("free", "depth"), [(90 * GB, 39), (10 * GB, 5)])
+def test_only_what_a_process_may_use_is_free(device: Device, free: int, depth: int) -> None:
+    """`elche-worker --share 2` gives half to each; batches were fetched ahead into the other half, which failed."""
+    device.memory = Memory(free=free, total=100 * GB, reserved=6 * GB, allocated=4 * GB, fraction=0.5)
+    memory = DeviceMemory.of(CUDA)
+    assert prefetch_depth(memory, activation_bytes=2 * GB, waiting_bytes=0, batch_bytes=GB) == depth
 
 
 def test_on_the_host_nothing_is_moved() -> None:
@@ -159,7 +172,7 @@ def test_nothing_is_prefetched_where_memory_is_tight_and_again_when_it_is_not(de
 
 def test_what_is_set_aside_stays_free_as_long_as_there_is_so_much(device: Device) -> None:
     fed = Fed()
-    device.memory.free, device.memory.total = 100, 0
+    device.memory.free, device.memory.total = 200, 1000
     fed.transfer.set_aside_bytes = 70
     with fed.streams.compute():
         fed.lease(3)
@@ -167,7 +180,7 @@ def test_what_is_set_aside_stays_free_as_long_as_there_is_so_much(device: Device
         fed.lease(1)
         assert (fed.transfer.room, fed.transfer.spare_bytes) == (3, 100), "batches of 8 bytes in the other 30"
         fed.train(1)
-        device.memory.free = 60
+        device.memory.free = 160
         fed.lease(1)
         assert (fed.transfer.room, fed.transfer.set_aside_bytes) == (7, 0)
         fed.train(1)
@@ -216,6 +229,77 @@ def test_where_memory_runs_out_what_waits_leaves_the_device_in_order_and_fewer_w
         assert fed.transfer.room == 10
         fed.train(30)
     fed.loader.stop()
+
+
+def test_a_batch_for_which_there_is_no_memory_waits_in_the_hosts(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may have taken what was free: the job failed, though training had all that it needs."""
+    fed, move = Fed(), prefetch.to_device
+
+    def with_room_for_six(data: torch.Tensor, to: torch.device) -> torch.Tensor:
+        if threading.current_thread() is not threading.main_thread() and fed.transfer._num_moved == 6:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return move(data, to)
+
+    with fed.streams.compute():
+        fed.lease(3)
+        fed.train(3)
+        monkeypatch.setattr(prefetch, "to_device", with_room_for_six)
+        fed.lease(20)
+        until(lambda: fed.loader.num_ready >= MAX_READY or any(isinstance(one, Exception) for one in fed.loader._ready))
+        ready = [batch for batch in fed.loader._ready if isinstance(batch, LoadedBatch)]
+        assert [batch.event is not None for batch in ready] == [True] * 6 + [False] * (MAX_READY - 6)
+        fed.train(20)
+        fed.lease(1)
+        assert fed.transfer.room == 3
+        fed.train(1)
+    fed.loader.stop()
+
+
+class Full:
+    """Raises as a device without memory does, until it is asked a second time."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self) -> None:
+        self.num_calls += 1
+        if self.num_calls == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+
+@pytest.mark.parametrize("what", ["an evaluation", "a batch that waits in the host's memory"])
+def test_where_memory_runs_out_beside_a_step_what_waits_leaves_the_device_and_it_is_tried_again(
+    device: Device, tmp_path: Path, what: str
+) -> None:
+    full = Full()
+    with new_rank(tmp_path, alone(), evaluate=lambda model: full() or {"size": 1.0}) as rank:
+        rank.round(may_be_checkpoint=True)
+        rank.lease(10)
+        until(lambda: rank.replica.loader.num_ready == 10)
+        transfer, receive = rank.replica.loader.transfer, rank.replica.loader.transfer.receive
+        assert transfer.room
+        if what == "an evaluation":
+            rank.look(evaluates=True)
+        else:
+            transfer.receive = lambda data, event: full() or receive(data, event)  # type: ignore[method-assign]
+            rank.replica.train(TrainBatch(0, 1.0))
+        assert full.num_calls >= 2
+        assert not transfer.room
+    device.problems = {one: None for one in device.problems if "the cache is emptied" not in one}
+
+
+def test_the_loader_is_begun_on_the_ranks_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With worker processes it starts a thread that pins memory, on the device of the thread that begins it. That of a
+    new thread is the first one, on which each rank of the host then had a context.
+    """
+    begun_on: list[str] = []
+    begin = DataLoader.__iter__
+    monkeypatch.setattr(DataLoader, "__iter__", lambda self: begun_on.append(device.stream.name) or begin(self))
+    fed = Fed()
+    fed.loader.stop()
+    assert begun_on == [fed.streams._copies.name]
 
 
 def test_what_is_ready_is_given_up_when_the_feed_stops(device: Device) -> None:

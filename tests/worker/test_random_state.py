@@ -42,6 +42,19 @@ def test_devices_go_on_with_their_own_random_numbers_after_a_seeded_context(gene
     assert generator.states == before
 
 
+def test_the_random_state_of_a_rank_on_the_cpu_is_without_the_hosts_gpus(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asking a GPU begins to use it: a rank on the CPU did, for its first callback."""
+    drawn: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: drawn.append("state of the GPU") or torch.get_rng_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: drawn.append("restored"))
+    with kept_random():
+        torch.rand(1)
+    assert drawn == (["state of the GPU", "restored"] if generator.in_use else [])
+
+
 def test_a_build_without_devices_keeps_no_seeds_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch keeps each with the stack, formatted, for as long as the process lives."""
     monkeypatch.setattr(rng, "BUILT_FOR_CPU", True)

@@ -64,6 +64,17 @@ def test_batches_are_trained_in_order(device: Device, tmp_path: Path) -> None:
     assert DEFAULT not in device.num_operations
 
 
+def test_what_the_users_file_made_when_it_was_imported_is_there_when_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the default stream, for which the computing one does not wait by itself."""
+    with Device().in_use(monkeypatch) as device:
+        constant = torch.ones(4, device=CUDA)
+        with CudaStreams(CUDA).compute():
+            constant.sum()
+    assert not [problem for problem in device.problems if "nothing orders" in problem]
+
+
 def test_a_round_is_entered_with_all_steps_before_it(device: Device, tmp_path: Path, group: Collectives) -> None:
     with new_rank(tmp_path, group, averaging="overlapped") as rank:
         rank.train(2)

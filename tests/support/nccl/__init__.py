@@ -20,10 +20,10 @@ and NCCL's `init.cc` were read in older copies, for their words. That nothing bo
 A group works on tensors of the simulated device (`support.simulated_cuda`). What follows on a stream after a collective
 runs when that has ended (`support.late_streams`), so that the host goes on meanwhile.
 
-Not here: `send` and `recv`, coalesced collectives, `split` and `merge`, non-blocking communicators
-(`TORCH_NCCL_USE_COMM_NONBLOCKING`), more than 128 ranks, the flight recorder's files, and what NCCL itself notices of a
-peer that has gone (it does over sockets, also while ranks meet; between GPUs of one host it does not): here a lost peer
-is silence.
+Not here: `send` and `recv`, coalesced collectives, `split` and `merge`, of non-blocking communicators
+(`TORCH_NCCL_USE_COMM_NONBLOCKING`) all but their making, more than 128 ranks, the flight recorder's files, and what
+NCCL itself notices of a peer that has gone (it does over sockets, also while ranks meet; between GPUs of one host it
+does not): here a lost peer is silence.
 """
 
 from support.nccl.group import ProcessGroupNCCL

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from support.late_streams import Latch, start_thread
 from support.nccl import bootstrap, operations, watchdog, words
 from support.nccl.communicator import Communicator, Kernel, Plain
 from support.nccl.settings import Settings
@@ -58,6 +59,7 @@ class ProcessGroupNCCL:
         )
         self._streams: dict[str, Stream] = {}
         self._num_communicators = self._seq = 0
+        self._making: Latch | None = None
         self._watchdog = watchdog.start(self._shared)
 
     def rank(self) -> int:
@@ -92,13 +94,25 @@ class ProcessGroupNCCL:
     # Communicators
 
     def eager_connect_single_device(self, on: torch.device) -> None:
-        """`PG::eagerConnectSingleDevice`: makes the communicator now."""
-        self._new_communicator(torch.device(on))
+        """`PG::eagerConnectSingleDevice`: makes the communicator now. A non-blocking one is returned at once, and a
+        collective waits for it (`NCCLComm::getNcclComm`).
+        """
+        if self._shared.settings.blocks_in_making:
+            self._new_communicator(torch.device(on))
+        else:
+            self._making = Latch()
+            start_thread(self._make_aside, (torch.device(on), self._making))
+
+    def _make_aside(self, on: torch.device, made: Latch) -> None:
+        self._new_communicator(on)
+        made.set()
 
     def _communicator(self, on: torch.device) -> Communicator:
         """`PG::getNCCLComm`, and `PG::initNCCLComm` at the first collective, also of a single rank, and after an abort
         that has found none.
         """
+        if self._making is not None:
+            self._making.wait()
         with self._shared.lock:
             found = self._shared.communicators.get(str(on.index))
         return found or self._new_communicator(on)

@@ -18,11 +18,15 @@ class Settings:
     dumps: bool
     """Whether the monitor of the process's first group looks for a timeout, here or in the job's store."""
     propagates: bool
+    rethrows: bool
+    """Whether an error of the device that the watchdog meets ends the process."""
     heartbeat_s: int
     coordination_ms: int
     dump_ms: int
     """How long a dump may take; the watchdog sleeps four times as long before it throws."""
     shares_id: bool
+    blocks_in_making: bool
+    """Whether a call that makes a communicator waits for the other ranks."""
 
     @classmethod
     def read(cls) -> "Settings":
@@ -34,10 +38,12 @@ class Settings:
             monitors=flag("TORCH_NCCL_ENABLE_MONITORING", default=True),
             dumps=flag("TORCH_NCCL_DUMP_ON_TIMEOUT", default=True),
             propagates=flag("TORCH_NCCL_PROPAGATE_ERROR", default=False),
+            rethrows=flag("TORCH_NCCL_RETHROW_CUDA_ERRORS", default=True),
             heartbeat_s=number("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", default=8 * 60),
             coordination_ms=number("TORCH_NCCL_COORD_CHECK_MILSEC", default=1000),
             dump_ms=number("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", default=15 * 1000),
             shares_id=flag("TORCH_NCCL_BCAST_UNIQUEID", default=True),
+            blocks_in_making=os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING") != "1",
         )
 
     @property

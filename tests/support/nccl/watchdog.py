@@ -75,14 +75,17 @@ def start(shared: Shared) -> Latch | None:
 
 
 def _run(shared: Shared, ended: Latch) -> None:
-    """`Watchdog::run`: what is thrown here leaves the thread, and `std::terminate` sends SIGABRT."""
+    """`Watchdog::run`: what is thrown here leaves the thread, and `std::terminate` sends SIGABRT. Unless errors are not
+    to be thrown again: then the watchdog has ended, and nobody watches.
+    """
     start_thread(_monitor, (shared,))
     try:
         _watch(shared)
-        ended.set()
     except Exception as error:
         shared.say(f"Process group watchdog thread terminated with exception: {error}")
-        os.abort()
+        if shared.settings.rethrows or str(error).startswith("CUDA Error"):
+            os.abort()
+    ended.set()
 
 
 def _watch(shared: Shared) -> None:

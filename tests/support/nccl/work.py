@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from support.nccl import words
 from support.nccl.communicator import Communicator, Kernel
+from support.simulated_cuda import device
 
 POLL_S = 0.001
 """`kSynchronizeBusyWaitMillis`."""
@@ -67,7 +68,11 @@ class WorkNCCL(dist.Work):
         )
 
     def is_completed(self) -> bool:
-        """`WorkNCCL::isCompleted`: an error, or its end event has come. After an abort it has."""
+        """`WorkNCCL::isCompleted`: an error, or its end event has come. After an abort it has. Asking the event raises
+        the error of any kernel of this process (`finishedGPUExecutionInternal`).
+        """
+        if self.error is None:
+            device().check()
         return self.error is not None or self.kernel.ended.is_set()
 
     def is_success(self) -> bool:

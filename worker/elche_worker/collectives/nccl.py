@@ -32,6 +32,8 @@ SETTINGS = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # the monitor would end the process while the watchdog waits for the driver
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it reads a key without a prefix, which would stay for later groups
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # else an error of any kernel ends the process, before its traceback is sent
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",  # else a group stands before there is a communicator
 }
 """Variables that torch reads when a group is made (ProcessGroupNCCL.cpp, torch 2.13)."""
 PATIENCE = timedelta(days=365)

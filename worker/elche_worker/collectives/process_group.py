@@ -19,6 +19,8 @@ from elche_worker.collectives.nccl import PATIENCE, Communicator
 from elche_worker.collectives.operations import CollectiveFailed, Collectives
 from elche_worker.collectives.sockets import Address, ShutConnections, listening
 from elche_worker.device.chunks import chunks
+from elche_worker.device.faults import is_out_of_memory
+from elche_worker.device.kinds import kind_of
 from elche_worker.model.layout import CPU
 from elche_worker.process.interfaces import listening_address
 
@@ -69,6 +71,9 @@ class ProcessGroupCollectives(Collectives):
                 Communicator(PrefixStore("nccl", store), position, size, device) if backend == "nccl" else None
             )
         except (RuntimeError, OSError, InvalidJob) as error:
+            if backend == "nccl" and is_out_of_memory(error):
+                with torch.cuda.device(device):  # NCCL allocates by itself: the next attempt finds what was only cached
+                    kind_of(device).empty_cache()
             raise CollectiveFailed(
                 f"the ranks could not meet: {error}. Where ranks cannot reach each other, backend='cpu' averages "
                 "through the coordinator"

@@ -347,7 +347,10 @@ class LeaseLoader:
             # Worker processes are forked before other threads run: a lock that one holds during a fork stays locked in
             # the worker. Not on the main thread, in which torch's SIGCHLD handler would raise when a worker dies.
             try:
-                fetched = iter(self._loader)
+                # On the rank's device: the loader starts a thread that pins memory, on what is the device here, and a
+                # new thread's is the first one, on which each rank would then take some hundred megabytes.
+                with self.transfer.stream():
+                    fetched = iter(self._loader)
             finally:
                 has_begun.set()
             # until the first lease is added

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
+from elche_worker.device.faults import is_out_of_memory
 from elche_worker.device.streams import DeviceStreams
 from elche_worker.device.transfer import num_bytes, tensors_in, to_device
 
@@ -24,11 +25,12 @@ RESIDENT_FRACTION = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """A device's memory, in bytes."""
+    """The part of a device's memory that this process's allocator may use, in bytes."""
 
     free: int
-    """Bytes that no process uses."""
+    """Bytes that no process uses, and that the allocator may still reserve."""
     total: int
+    """The device's memory, or less with a limit (`elche-worker --share`, `set_per_process_memory_fraction`)."""
     reserved: int
     """Bytes reserved by this process's allocator, in use or not."""
     allocated: int
@@ -39,11 +41,13 @@ class DeviceMemory:
     @classmethod
     def of(cls, device: torch.device) -> "DeviceMemory":
         """The present memory of a CUDA device. Does not synchronise."""
-        free, total = torch.cuda.mem_get_info(device)
+        (free, total), reserved = torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
+        fraction: float = torch.cuda.get_per_process_memory_fraction(device)
+        limit = int(total * fraction)
         return cls(
-            free=free,
-            total=total,
-            reserved=torch.cuda.memory_reserved(device),
+            free=max(0, min(free, limit - reserved)),
+            total=limit,
+            reserved=reserved,
             allocated=torch.cuda.memory_allocated(device),
             peak=torch.cuda.max_memory_allocated(device),
         )
@@ -175,8 +179,7 @@ class CudaTransfer(DeviceTransfer):
     def place(self, dataset: Any) -> Any:
         if type(dataset) is not TensorDataset:
             return dataset
-        free_bytes, _ = torch.cuda.mem_get_info(self._device)
-        if num_bytes(dataset.tensors) > RESIDENT_FRACTION * free_bytes:
+        if num_bytes(dataset.tensors) > RESIDENT_FRACTION * DeviceMemory.of(self._device).free:
             return dataset
         return Resident(dataset, self._copies_of)
 
@@ -194,7 +197,13 @@ class CudaTransfer(DeviceTransfer):
         is_there = any(tensor.is_cuda for tensor in tensors_in(data))
         if not is_there and (self.room or 0) <= 0:
             return data, None
-        moved = to_device(data, self._device)
+        try:
+            moved = to_device(data, self._device)
+        except RuntimeError as error:
+            if is_there or not is_out_of_memory(error):
+                raise
+            self._lower_depth(self._num_moved - self._num_received)  # another process may have taken memory
+            return data, None
         self._num_moved += 1
         self._moved_bytes += size_bytes
         self._most_waiting_bytes = max(self._most_waiting_bytes, self._moved_bytes - self._received_bytes)
@@ -210,12 +219,15 @@ class CudaTransfer(DeviceTransfer):
         return data
 
     def take_back(self, batches: list[tuple[Any, Any]]) -> list[Any]:
-        # Memory has run out: half as many from now on, and none until the next `plan` has measured what is free.
-        self._max_depth, self._depth = len(batches) // 2, 0
+        self._lower_depth(len(batches))
         on_host = [to_device(self.receive(data, event), HOST) for data, event in batches]
         # `to_device` copies asynchronously: these batches would be read before they are complete.
         self._streams.finish_compute()
         return on_host
+
+    def _lower_depth(self, num_waiting: int) -> None:
+        """After memory has run out: half as many as wait now, and none until `plan` has measured what is free."""
+        self._max_depth, self._depth = num_waiting // 2, 0
 
     def plan(self) -> None:
         memory, waiting_bytes = DeviceMemory.of(self._device), self._moved_bytes - self._received_bytes

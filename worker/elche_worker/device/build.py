@@ -12,12 +12,14 @@ from elche_worker.device.discovery import choose_devices
 from elche_worker.device.trials import begin_trials
 
 
-def build_of(device: torch.device, *, needs_encryption: bool) -> rank_pb2.Build:
-    """The versions that NCCL needs to be equal, and the device's id, unique among all hosts."""
+def build_of(device: torch.device, *, needs_encryption: bool, slice_of: str = "") -> rank_pb2.Build:
+    """The versions that NCCL needs to be equal, and the GPU's id, unique among all hosts: of a slice (MIG) that of the
+    whole, `slice_of`, since NCCL refuses two slices of one GPU.
+    """
     version = torch.__version__.partition("+")[0]
     build = rank_pb2.Build(device_type=device.type, torch=version, needs_encryption=needs_encryption)
     if device.type == "cuda":
-        build.device_id = str(torch.cuda.get_device_properties(device).uuid)
+        build.device_id = slice_of or str(torch.cuda.get_device_properties(device).uuid)
         build.cuda = torch.version.cuda or ""
         build.nccl = _nccl_version() if torch.distributed.is_nccl_available() else ""
     return build

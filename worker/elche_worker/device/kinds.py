@@ -59,7 +59,9 @@ class Host:
         """
 
     def empty_cache(self) -> None:
-        """Frees the allocator's cached memory, for libraries and other streams."""
+        """After memory has run out, frees what the allocator has cached, for libraries and other streams, and forgets
+        the peak, which is of a batch that did not fit.
+        """
 
     def memory(self, device: torch.device) -> MemoryUse:
         """The present memory use. Does not synchronise."""
@@ -107,6 +109,7 @@ class Cards(Host):
 
     def empty_cache(self) -> None:
         self._of.empty_cache()
+        self._of.reset_peak_memory_stats()
 
     def memory(self, device: torch.device) -> MemoryUse:
         free, total = self._of.mem_get_info(device)

@@ -94,12 +94,18 @@ def _devices() -> tuple[list[Any], list[Any]]:
     return [*in_use, _Mps] if torch.backends.mps.is_available() else in_use, others
 
 
+def _uses_cuda() -> bool:
+    """True if this process uses a GPU. Asking one for its state would begin that: a rank on the CPU does not."""
+    cuda: Any = torch.cuda  # untyped
+    return bool(cuda.is_initialized())
+
+
 def capture_rng_state(*, of_gpu: bool = True) -> dict[str, Any]:
     """The state of all generators, as plain values and tensors."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if of_gpu and torch.cuda.is_available() else None,
+        "cuda": torch.cuda.get_rng_state() if of_gpu and _uses_cuda() else None,
         "python": random.getstate(),
         "numpy": (
             str(kind),
@@ -115,7 +121,7 @@ def restore_rng_state(state: dict[str, Any], only: Collection[str] = GENERATORS)
     """Restores the generators named in `only` from a result of `capture_rng_state`."""
     if "torch" in only:
         torch.set_rng_state(state["torch"])
-        if state["cuda"] is not None and torch.cuda.is_available():
+        if state["cuda"] is not None and _uses_cuda():
             torch.cuda.set_rng_state(state["cuda"])
     if "python" in only:
         random.setstate(state["python"])

@@ -58,6 +58,8 @@ class CudaStreams(DeviceStreams):
         self._compute = new(device)
         self._communication = new(device)
         self._copies = new(device)
+        # What the user's file has queued, such as tensors that it makes on the device when it is imported.
+        self._compute.wait_stream(torch.cuda.current_stream(device))
 
     def compute(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._compute)

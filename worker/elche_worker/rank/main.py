@@ -72,6 +72,7 @@ from elche_worker.session.links import Links
 from elche_worker.session.session import LOST, Session, sendable
 from elche_worker.session.stopped import StoppedRank
 from elche_worker.sharding.jobs import sharding_of
+from elche_worker.telemetry.nvml import slice_of
 from elche_worker.telemetry.timeline import SpanRecorder
 from elche_worker.user.as_begun import import_as_begun, keep_modules, read_own_modules
 from elche_worker.user.device import Device
@@ -480,7 +481,8 @@ def _ready(
         is_drawn=is_drawn,
         layout_hash=layout.hash,
     )
-    build = build_of(torch.device(launch.device), needs_encryption=bool(launch.tls) and not launch.interface)
+    device, needs_encryption = torch.device(launch.device), bool(launch.tls) and not launch.interface
+    build = build_of(device, needs_encryption=needs_encryption, slice_of=slice_of(device))
     return ready_message(settings, device=_label(job, launch), build=build, tensors=_described(layout))
 
 

@@ -23,7 +23,8 @@ from elche_worker.collectives.averaging import Averaging
 from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, OperationStuck, RoundAborted
 from elche_worker.data.lease_loader import LeasedPart
-from elche_worker.device.faults import Cause, fault_of
+from elche_worker.device.faults import Cause, fault_of, is_out_of_memory
+from elche_worker.device.kinds import kind_of
 from elche_worker.device.rng import capture_rng_state, kept_random, restore_rng_state
 from elche_worker.device.streams import DeviceStreams
 from elche_worker.model.checkpoint import About, CheckpointTarget, Loaded, weights_of
@@ -45,7 +46,7 @@ from elche_worker.rank.digest_times import DigestTimes
 from elche_worker.rank.generations import Generations
 from elche_worker.rank.join_state import JoinState
 from elche_worker.rank.parts import AppliedResult, EnteredRound, Parts, ResultExtent
-from elche_worker.rank.replica_group import MEMBER_SEED
+from elche_worker.rank.replica_group import MEMBER_SEED, T
 from elche_worker.rank.round_checkpoints import RoundCheckpoints
 from elche_worker.rank.round_memory import RoundMemory
 from elche_worker.rank.view import View
@@ -302,7 +303,7 @@ class Replica:
         batch = self.loader.take()
         if self.loader.is_in_step:
             self.meter.add_data_wait((time.perf_counter() - asked_s) * 1000)
-        data = self.loader.transfer.receive(batch.data, batch.event)
+        data = self._with_room(lambda: self.loader.transfer.receive(batch.data, batch.event))
         if not self.replica_group.is_leader:  # callbacks may have set the factor on the leader only
             self.rates.factor = act.factor
         if batch.epoch != self.epoch:
@@ -329,6 +330,19 @@ class Replica:
         times_ms = self.timer.take()
         if self.replica_group.is_leader:  # the others report to nobody
             self.meter.add_times(times_ms)
+
+    def _with_room(self, run: Callable[[], T]) -> T:
+        """Calls `run`; if memory runs out, once more when the batches that wait on the device have left it. Not in a
+        replica group, whose processes make equally many calls of collectives.
+        """
+        try:
+            return run()
+        except Exception as error:
+            if self.replica_group.size > 1 or not is_out_of_memory(error) or not self.loader.make_room():
+                raise
+        # Outside the handler: there the error's traceback still holds tensors on the device.
+        kind_of(self.device).empty_cache()
+        return run()
 
     def _begin_epoch(self, epoch: int) -> None:
         """Calls `epoch_fn` for each epoch since the last one that this process has begun. Epochs without a batch for
@@ -575,9 +589,9 @@ class Replica:
         fits = self._eval_batch_size
         with _lost_peers_converted(), self._mean_in_model(), self.seen_in(act.epoch):
             if not act.size:
-                return evaluate(job, self.model, file_name, optimizers=self.optimizers)
+                return self._with_room(lambda: evaluate(job, self.model, file_name, optimizers=self.optimizers))
             part = (job, self.model, dataset, act.offset, act.size, file_name)
-            return evaluate_part(*part, batch_size=fits, optimizers=self.optimizers)
+            return self._with_room(lambda: evaluate_part(*part, batch_size=fits, optimizers=self.optimizers))
 
     @contextmanager
     def seen_in(self, epoch: int) -> Iterator[None]:

@@ -38,6 +38,10 @@ class Nvml:
         with self._left_out():
             is_slice = bool(pynvml.nvmlDeviceIsMigDeviceHandle(self._device))
         self._card = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self._device) if is_slice else self._device
+        self.slice_of = ""
+        """The UUID of the GPU of which this is a slice; "" if it is a whole GPU."""
+        with self._left_out():
+            self.slice_of = str(pynvml.nvmlDeviceGetUUID(self._card)) if is_slice else ""
         self._xids: Any = None
         """NVML's event set for Xids, if the driver reports them."""
         self._num_xids = 0
@@ -100,6 +104,14 @@ class Nvml:
             yield
         except (self._nvml.NVMLError, AttributeError):  # `AttributeError` of an older module
             return
+
+
+def slice_of(device: torch.device) -> str:
+    """The UUID of the GPU of which a device is a slice; "" if it is none, or there is no NVML."""
+    try:
+        return Nvml(device).slice_of if device.type == "cuda" else ""
+    except Exception:  # whatever the driver raises: the device is then taken for a whole GPU
+        return ""
 
 
 def opened(device: torch.device) -> Nvml | None:

@@ -113,7 +113,8 @@ class DeviceTimer(BatchTimer):
 
 def _new_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
     event: Any = torch.cuda.Event  # untyped
-    return event(enable_timing=True), event(enable_timing=True)
+    # `blocking`: the host is up to two batches ahead and waits for most of a batch; it would spin, which takes a core.
+    return event(enable_timing=True, blocking=True), event(enable_timing=True, blocking=True)
 
 
 def new_timer(device: torch.device, *, keeps_intervals: bool) -> BatchTimer:

@@ -46,7 +46,8 @@ class RequestConsensus:
             return
         copied = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
         copied.copy_(sums, non_blocking=True)
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        new_event: Any = torch.cuda.Event  # untyped
+        event = new_event(blocking=True)  # else a wait for it would spin, which takes a core
         event.record()
         self._coming.append((copied, event))
 
