@@ -144,14 +144,12 @@ class Fleet:
         return True
 
     def unfit(self, conditions: tuple[str, ...]) -> str:
-        """A host with slots that meet the conditions, which can start no ranks, and why; empty: there is none."""
+        """A host with slots that meet the conditions, which can start no ranks or is drained; empty: there is none."""
         meeting = self._slots_meeting(conditions)
-        problems = (
-            f"host {agent.host} can start none: {agent.problem}"
-            for agent_id, agent in self.agents.items()
-            if agent.problem and meeting[agent_id]
-        )
-        return next(problems, "")
+        fitting = [agent for agent_id, agent in self.agents.items() if meeting[agent_id]]
+        problems = (f"host {agent.host} can start none: {agent.problem}" for agent in fitting if agent.problem)
+        drained = (f"host {agent.host} is drained" for agent in fitting if agent.is_drained)
+        return next(problems, next(drained, ""))
 
     def meets(self, place: Place, conditions: tuple[str, ...]) -> bool:
         """True if the slot, of a known host, meets all conditions."""
