@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from elche.formatting import duration
-from elche.views import EXITED
 from elche_client.display.formatting import figure, percent, printable, quantity, si
 from elche_client.events import JobState, JobView, RankView
 
@@ -27,7 +26,7 @@ STATE_STYLES = {
     JobState.FAILED: "bold red",
     JobState.CANCELLED: "bold yellow",
 }
-RANK_STYLES = {"training": "green", "averaging": "cyan", "starting": "yellow", EXITED: "red", "stalled": "red"}
+RANK_STYLES = {"training": "green", "averaging": "cyan", "starting": "yellow", "stalled": "red"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,10 +119,11 @@ class Fleet:
 
     def holders(self, job_id: JobId, agent_id: AgentId, folder: str) -> list[AgentId]:
         """The hosts that may have a job's output, which was on this agent with this work folder; the likeliest first:
-        that agent, those that use its folder now, and those that have reported the job's folder.
+        those that use its folder now, first of all that agent, and those that have reported the job's folder. After a
+        coordinator of another version the agent's id may be another's, which has another folder.
         """
         why = {
-            one: (one == agent_id, agent.folder == folder != "", job_id in agent.jobs)
+            one: (agent.folder == folder != "", one == agent_id and agent.folder == folder, job_id in agent.jobs)
             for one, agent in self.agents.items()
         }
         return sorted((one for one in why if any(why[one])), key=lambda one: why[one], reverse=True)
