@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from elche_client.client import Client, JobHandle
+from elche.errors import Unreachable
+from elche_client.client import CLOSED, Client, JobHandle
 from elche_client.events import JobResult
 
 P = ParamSpec("P")
@@ -64,7 +65,13 @@ class AsyncClient:
     ) -> None:
         self._client = Client(address, token=token, tls=tls, reconnect_s=reconnect_s)
         self.address = self._client.address
-        self._new = lambda: Client(self.address, token=token, tls=tls, reconnect_s=reconnect_s)
+
+        def new() -> Client:
+            if self._client.is_closed:
+                raise Unreachable(CLOSED)
+            return Client(self.address, token=token, tls=tls, reconnect_s=reconnect_s)
+
+        self._new = new
 
     async def __aenter__(self) -> Self:
         return self
@@ -76,7 +83,7 @@ class AsyncClient:
         """Closes the connection."""
         await asyncio.to_thread(self._client.close)
 
-    async def submit(self, path: str | os.PathLike[str], **options: Any) -> "AsyncJobHandle":
+    async def submit(self, path: str | os.PathLike[str] = "", **options: Any) -> "AsyncJobHandle":
         """Submits the job that a Python file defines. Options and settings are those of `Client.submit`."""
         return self.job((await asyncio.to_thread(self._client.submit, path, **options)).id)
 

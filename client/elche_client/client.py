@@ -13,13 +13,14 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from elche.errors import ElcheError, HostAway, JobFailed, UnknownJob, Unreachable
+from elche.errors import ElcheError, HostAway, InvalidJob, JobFailed, UnknownJob, Unreachable
 from elche.mapping import from_message, to_message
 from elche.network import user_at_host
 from elche.notebook import show_live
 from elche.requirements import inline_requirements
 from elche.status import calling, was_never_sent
 from elche.v1 import job_pb2 as pb
+from elche.v1.bundle_pb2_grpc import BundleServiceStub
 from elche.v1.job_pb2_grpc import JobServiceStub
 from elche_client.events import (
     Checkpoint,
@@ -34,7 +35,7 @@ from elche_client.events import (
     LinkView,
     LogLine,
 )
-from elche_client.options import JobOptions, check_loop, read_source
+from elche_client.options import JobOptions, check_loop, read_source, texts
 from elche_client.transport.bundle import Bundle, packed
 from elche_client.transport.codec import (
     FAULTS,
@@ -44,6 +45,7 @@ from elche_client.transport.codec import (
     decode_view,
     encode_settings,
     encode_spec,
+    request_of,
 )
 from elche_client.transport.connection import connect
 from elche_client.transport.draft import Draft
@@ -68,6 +70,7 @@ STEADY_S = 5.0
 """
 LOG_BYTES = 64 * 1024
 """Default bytes of each rank's log."""
+CLOSED = "this client is closed: make another one"
 NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 """Status codes of a call whose coordinator was stopped or has not answered in time."""
 
@@ -110,13 +113,19 @@ class Client:
         """Why the coordinator decided nothing at the last `jobs()`, so that all jobs waited; empty if it did."""
         connection = connect(address, token, tls)
         self.address, self._metadata, self._channel = connection.address, connection.metadata, connection.channel
-        self._stub = JobServiceStub(self._channel)
+        # Both at once: gRPC crashes the process that makes a stub of a channel that is closed.
+        self._stub, self._bundles = JobServiceStub(self._channel), BundleServiceStub(self._channel)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """True once it was closed: every call then raises `Unreachable`."""
+        return self._is_closed
 
     def close(self) -> None:
         """Closes the connection and cancels its open calls."""
@@ -172,6 +181,8 @@ class Client:
 
         Raises `InvalidJob`, before any call, when the file or an option is not valid.
         """
+        if module and os.fspath(path):
+            raise InvalidJob(f"the job is either in the file {os.fspath(path)} or in the module {module}: name one")
         options = JobOptions(
             num_ranks=num_ranks,
             min_ranks=min_ranks,
@@ -181,15 +192,15 @@ class Client:
             verify_rounds=verify_rounds,
             name=name or "",
             resume=os.fspath(resume),
-            arguments=tuple(arguments),
+            arguments=texts("arguments", arguments),
             environment=environment or {},
             priority=priority,
             project=project,
             artifacts=artifacts,
-            conditions=tuple(conditions),
-            requirements=tuple(requirements),
+            conditions=texts("conditions", conditions),
+            requirements=texts("requirements", requirements),
             module=module,
-            secrets=tuple(secrets),
+            secrets=texts("secrets", secrets),
         )
         if module:
             file, root = file_of_module(module, folder)
@@ -219,7 +230,7 @@ class Client:
             spec.file_name = entry_of(path, folder)
             with packed(folder) if bundle is None else nullcontext(bundle) as sent:
                 self._upload(spec, sent, on_progress)
-        request = pb.SubmitJobRequest(spec=spec, key=key or uuid.uuid4().hex)
+        request = request_of(pb.SubmitJobRequest, spec=spec, key=key or uuid.uuid4().hex)
         may_be_there = False
         for wait_s in (*RETRY_AFTER_S, None):
             try:
@@ -237,7 +248,7 @@ class Client:
 
     def find(self, key: str) -> "JobHandle | None":
         """The job that you have submitted with a key; None if there is none."""
-        request = pb.SubmitJobRequest(key=key, finds=True)
+        request = request_of(pb.SubmitJobRequest, key=key, finds=True)
         try:
             response = self._ask(self._stub.SubmitJob, request)
         except UnknownJob:
@@ -247,13 +258,14 @@ class Client:
     def _upload(self, spec: pb.JobSpec, bundle: Bundle, on_progress: Callable[[int, int], None]) -> None:
         for link in bundle.left_out:
             log.warning("left out, as it leads out of the folder that is sent: %s", link)
-        upload(
-            self._channel,
-            bundle,
-            address=self.address,
-            metadata=self._metadata,
-            on_progress=lambda uploaded: on_progress(uploaded, bundle.size_bytes),
-        )
+        with self._calling():
+            upload(
+                self._bundles,
+                bundle,
+                address=self.address,
+                metadata=self._metadata,
+                on_progress=lambda uploaded: on_progress(uploaded, bundle.size_bytes),
+            )
         spec.bundle = bundle.name
 
     def jobs(self) -> list[JobView]:
@@ -291,22 +303,24 @@ class Client:
 
     def cancel(self, job_id: str) -> Change:
         """Cancels a job. Nothing changes for one that has ended."""
-        return self._changed(self._stub.CancelJob, pb.CancelJobRequest(job_id=job_id))
+        return self._changed(self._stub.CancelJob, request_of(pb.CancelJobRequest, job_id=job_id))
 
     def resume(self, job_id: str, **settings: object) -> "JobHandle":
         """Resumes a job that has ended as a new job, from its newest checkpoint; `settings` replace its own."""
         checked = JobOptions(settings=settings)
-        request = pb.ResumeJobRequest(job_id=job_id, settings=encode_settings(checked), submitted_by=user_at_host())
+        request = request_of(
+            pb.ResumeJobRequest, job_id=job_id, settings=encode_settings(checked), submitted_by=user_at_host()
+        )
         response = self._ask(self._stub.ResumeJob, request, job_id)
         return JobHandle(self, response.job_id)
 
     def checkpoint(self, job_id: str) -> None:
         """Requests a checkpoint of a job with its next round."""
-        self._ask(self._stub.CheckpointJob, pb.CheckpointJobRequest(job_id=job_id), job_id)
+        self._ask(self._stub.CheckpointJob, request_of(pb.CheckpointJobRequest, job_id=job_id), job_id)
 
     def pause(self, job_id: str, *, is_paused: bool = True) -> Change:
         """Pauses a training job after its open round, or lets it go on with `is_paused=False`."""
-        return self._changed(self._stub.PauseJob, pb.PauseJobRequest(job_id=job_id, is_paused=is_paused))
+        return self._changed(self._stub.PauseJob, request_of(pb.PauseJobRequest, job_id=job_id, is_paused=is_paused))
 
     def _changed(self, call: Any, request: Any) -> Change:
         response = self._ask(call, request, request.job_id)
@@ -316,14 +330,14 @@ class Client:
         """Sets a job's number of ranks: new ones join when there are slots for them, or the highest leave once their
         work is committed. Returns the previous number. Raises `InvalidJob`.
         """
-        request = pb.ScaleJobRequest(job_id=job_id, num_ranks=num_ranks)
+        request = request_of(pb.ScaleJobRequest, job_id=job_id, num_ranks=num_ranks)
         return self._ask(self._stub.ScaleJob, request, job_id).num_ranks_before
 
     def drain(self, host: str, *, is_drained: bool = True) -> int:
         """Drains a host, by name or agent id: its ranks leave once their work is committed, and it gets no others; with
         `is_drained=False` it is available again. Returns its number of ranks.
         """
-        request = pb.DrainHostRequest(host=host, is_drained=is_drained)
+        request = request_of(pb.DrainHostRequest, host=host, is_drained=is_drained)
         return self._ask(self._stub.DrainHost, request).num_ranks
 
     def hosts(self) -> list[HostView]:
@@ -336,7 +350,7 @@ class Client:
         and slows training there. Needs the role operator.
         """
         with self._calling():
-            request = pb.MeasureLinksRequest(hosts=hosts)
+            request = request_of(pb.MeasureLinksRequest, hosts=texts("hosts", hosts))
             for found in self._stub.MeasureLinks(request, metadata=self._metadata):
                 yield decode_link(found)
 
@@ -347,7 +361,7 @@ class Client:
         Needs the role operator. Raises `Forbidden` unless the coordinator was started with --allow-chaos, and
         `InvalidJob` when there is nothing to break.
         """
-        request = pb.InjectFaultRequest(job_id=job_id, fault=FAULTS[fault], rank=rank, seconds=seconds)
+        request = request_of(pb.InjectFaultRequest, job_id=job_id, fault=FAULTS[fault], rank=rank, seconds=seconds)
         return self._ask(self._stub.InjectFault, request, job_id).host
 
     def download(self, job_id: str, path: str | os.PathLike[str], *, best: bool = False) -> Path:
@@ -363,8 +377,8 @@ class Client:
             with Draft(Path(path), job_id) as draft:
                 try:
                     with self._calling(job_id):
-                        request = pb.FetchModelRequest(
-                            job_id=job_id, best=best, offset=draft.size_bytes, sha256=draft.sha256
+                        request = request_of(
+                            pb.FetchModelRequest, job_id=job_id, best=best, offset=draft.size_bytes, sha256=draft.sha256
                         )
                         for part in self._stub.FetchModel(request, metadata=self._metadata):
                             draft.add(part.data, part.offset, part.sha256)
@@ -386,7 +400,9 @@ class Client:
         `watch`, and goes on with the next line. A rank whose host has disconnected yields one line with an `error`.
         Raises `InvalidJob` if there is no log at all.
         """
-        request = pb.StreamLogsRequest(job_id=job_id, rank=rank, max_bytes=max_bytes, follow=follow, with_times=True)
+        request = request_of(
+            pb.StreamLogsRequest, job_id=job_id, rank=rank, max_bytes=max_bytes, follow=follow, with_times=True
+        )
         lines, lost_s = RankLines(), -math.inf
         while True:
             heard_s = math.inf
@@ -416,11 +432,13 @@ class Client:
 
     def timeline(self, job_id: str) -> str:
         """The timeline so far of a job with `timeline=True`, as JSON lines."""
-        return self._text(self._stub.FetchTimeline, pb.FetchTimelineRequest(job_id=job_id))
+        return self._text(self._stub.FetchTimeline, request_of(pb.FetchTimelineRequest, job_id=job_id))
 
     def journal(self, job_id: str, *, num_events: int | None = None) -> str:
         """A job's journal, or its newest events, as JSON lines, such as for a bug report."""
-        return self._text(self._stub.FetchJournal, pb.FetchJournalRequest(job_id=job_id, num_events=num_events))
+        return self._text(
+            self._stub.FetchJournal, request_of(pb.FetchJournalRequest, job_id=job_id, num_events=num_events)
+        )
 
     def watch(self, job_id: str) -> Iterator[Event]:
         """The events of a job: first a view of it as it is now, last its result.
@@ -458,7 +476,7 @@ class Client:
 
     def _watch_once(self, job_id: str) -> Iterator[Event]:
         has_warned = False
-        with self._stream(self._stub.WatchJob, pb.WatchJobRequest(job_id=job_id)) as messages:
+        with self._stream(self._stub.WatchJob, request_of(pb.WatchJobRequest, job_id=job_id)) as messages:
             for message in messages:
                 self._was_answered = True
                 event = decode_event(message)
@@ -513,7 +531,7 @@ class Client:
             raise UnknownJob(job_id) from error
         except ValueError as error:  # by gRPC, for each call on a closed channel
             if self._is_closed:
-                raise Unreachable("this client is closed: make another one") from error
+                raise Unreachable(CLOSED) from error
             raise
         except ElcheError as error:
             cause = error.__cause__

@@ -2,7 +2,7 @@
 
 import ast
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
@@ -67,6 +67,12 @@ class JobOptions:
     """Environment variables of the user's file, in addition to the agent's."""
 
     def __post_init__(self) -> None:
+        for name in ("name", "project", "artifacts", "resume", "output_dir", "module"):
+            value = getattr(self, name)
+            _require(isinstance(value, str), f"{name} must be a string, not {value!r}")
+        for name in ("environment", "slow_factors"):
+            value = getattr(self, name)
+            _require(isinstance(value, Mapping), f"{name} must be a mapping, not {value!r}")
         _require_whole("the number of ranks", self.num_ranks, least=0, below=2**16)
         _require_whole("the least number of ranks", self.min_ranks, least=0, below=2**16)
         _require(
@@ -91,6 +97,12 @@ class JobOptions:
         check_environment(self.environment)
         check_secrets(self.secrets, self.environment)
         _require(len(self.name) <= MAX_NAME_CHARS, f"the job's name has more than {MAX_NAME_CHARS} characters")
+
+
+def texts(what: str, given: Iterable[str]) -> tuple[str, ...]:
+    """The texts of a list. Raises `InvalidJob` for a single text, which would be a list of its letters."""
+    _require(isinstance(given, Iterable) and not isinstance(given, str), f"{what} must be a list, not {given!r}")
+    return tuple(given)
 
 
 def read_source(path: Path, *, is_job: bool = True) -> str:

@@ -35,14 +35,9 @@ MAX_CHECKPOINTS_BYTES = 1 << 20
 """Most bytes of a job's checkpoints in one message to a client, each with its metrics."""
 
 STATES: dict[str, job_pb2.JobState.ValueType] = {
-    "grouping": job_pb2.JOB_STATE_STARTING,
-    **{
-        state: job_pb2.JobState.Value(f"JOB_STATE_{state.upper()}")
-        for state in JobState
-        if state is not JobState.UNKNOWN
-    },
+    state: job_pb2.JobState.Value(f"JOB_STATE_{state.upper()}") for state in JobState if state is not JobState.UNKNOWN
 }
-"""The message's value for each phase and outcome of a job."""
+"""The message's value for each state of a job."""
 
 
 # From ranks and agents

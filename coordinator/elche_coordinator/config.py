@@ -56,6 +56,6 @@ class Config:
             host, _ = split_address(address)
             if not is_loopback(host) and not self.token and not self.asks_certificates:
                 raise CannotStart(
-                    f"listening on {host} needs a token: {HOW}, a secret that clients and agents share, "
+                    f"listening on {host} needs a token: {HOW}, a secret that clients and workers share, "
                     "or listen on 127.0.0.1"
                 )

@@ -7,4 +7,4 @@ ENDED = tuple(str(outcome) for outcome in Outcome)
 """States of ended jobs: "succeeded", "failed" or "cancelled"."""
 DECIDED = (str(JobPhase.STOPPING), *ENDED)
 """States in which a job's outcome is decided."""
-BEFORE_TRAINING = (str(JobPhase.QUEUED), str(JobPhase.STARTING), str(JobPhase.GROUPING))
+BEFORE_TRAINING = (str(JobPhase.QUEUED), str(JobPhase.STARTING))

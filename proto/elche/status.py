@@ -48,6 +48,7 @@ REASONS = {
     "Connection refused": "nothing listens there; start `elche-coordinator`, or name another address",
     "Connection timed out": SILENT,
     "ping timeout": SILENT,
+    "Network is unreachable": "this host has no way to it (`elche doctor` shows it)",
     "No route to host": "this host has no way to it, or a firewall refuses (`elche doctor` shows it)",
     UNRESOLVED: "this host name cannot be resolved",
     "http1.x server": "an HTTP server listens there, such as the coordinator's page; name the port of --listen (7717)",

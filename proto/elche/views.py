@@ -8,6 +8,9 @@ from enum import StrEnum
 
 from elche.reports import Checkpoint
 
+EXITED = "exited"
+"""State of a rank whose process has ended, or whose host is lost."""
+
 
 class JobState(StrEnum):
     """State of a job."""
@@ -95,3 +98,8 @@ class JobView:
     num_checkpoint_failures: int = 0
     artifacts: str = ""
     """Where in the artifact store its model and logs are, or why not yet; empty: it has not ended, or there is none."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of `ranks` that have a process; once none has one, how many there were."""
+        return sum(rank.state != EXITED for rank in self.ranks) or len(self.ranks)

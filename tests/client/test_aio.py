@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from elche.errors import JobFailed, TooMuch
+from elche.errors import JobFailed, TooMuch, Unreachable
 from elche_client import AsyncClient, AsyncJobHandle, Client, JobHandle, JobResult, JobState, JobView
 from support.scripted import (
     CANCELLED,
@@ -52,6 +52,18 @@ def test_it_has_the_same_methods(mine: type, of: type) -> None:
         return {name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
 
     assert public(of) - NOT_FOR_USERS <= public(mine)
+
+
+def test_a_client_that_is_closed_watches_nothing() -> None:
+    """Each stream has a connection of its own, and began one."""
+
+    async def story(client: AsyncClient) -> None:
+        await client.close()
+        for call in (client.jobs, lambda: anext(client.watch("j-1")), lambda: client.result("j-1")):
+            with pytest.raises(Unreachable, match="this client is closed"):
+                await call()
+
+    run(ScriptedJobs(VIEW, RESULT), story)
 
 
 def test_what_a_job_is_and_brings() -> None:

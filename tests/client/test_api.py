@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -402,6 +403,31 @@ def test_a_client_that_is_closed_says_so() -> None:
             call()
 
 
+def test_a_client_that_is_closed_sends_no_folder(job_file: Path) -> None:
+    """It ended the process by a segmentation fault, since it made a stub of a closed channel."""
+    with connected(ScriptedJobs(VIEW)) as client:
+        client.jobs()
+    with pytest.raises(Unreachable, match="this client is closed"):
+        client.submit(job_file)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda client: client.cancel(5), "job_id cannot be 5"),
+        (lambda client: next(client.watch("\ud800")), "job_id cannot be '"),
+        (lambda client: client.scale("j-1", "2"), "num_ranks cannot be '2'"),
+        (lambda client: client.scale("j-1", -1), "num_ranks cannot be -1"),
+        (lambda client: next(client.logs("j-1", rank=-1)), "rank cannot be -1"),
+        (lambda client: client.journal("j-1", num_events=2.5), "num_events cannot be 2.5"),
+        (lambda client: next(client.measure_links("vm")), "hosts must be a list, not 'vm'"),
+    ],
+)
+def test_a_value_that_no_request_can_have_is_named(call: Callable[[Any], object], reason: str) -> None:
+    with Client(closed_address()) as client, pytest.raises(InvalidJob, match=f"^{reason}"):
+        call(client)
+
+
 def test_leaving_a_watch_ends_its_call() -> None:
     jobs = ScriptedJobs(VIEW, UNTIL_CANCELLED)
     with connected(jobs) as client:
@@ -444,6 +470,14 @@ def test_a_file_of_exactly_1_mib_is_sent(tmp_path: Path) -> None:
         ({"seed": 2**63}, "seed"),
         ({"policy": "fast"}, "cadence, async, sync"),
         ({"output_dir": "out"}, "absolute"),
+        ({"arguments": "--lr 1"}, "arguments must be a list, not '--lr 1'"),
+        ({"requirements": "einops"}, "requirements must be a list"),
+        ({"secrets": "KEY"}, "secrets must be a list"),
+        ({"conditions": 5}, "conditions must be a list"),
+        ({"environment": ["A=1"]}, "environment must be a mapping"),
+        ({"slow_factors": [2]}, "slow_factors must be a mapping"),
+        ({"name": 5}, "name must be a string, not 5"),
+        ({"module": "train:job"}, "either in the file .* or in the module train:job: name one"),
     ],
 )
 def test_options_that_cannot_work_are_refused_before_any_call(

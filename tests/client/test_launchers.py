@@ -35,7 +35,7 @@ def test_the_command_is_for_a_shell() -> None:
     ("engine", "target", "options", "why"),
     [
         ("ssh", "", (), "name the file"),
-        ("ssh", "none.txt", (), "cannot be read"),
+        ("ssh", "none.txt", (), r"cannot be read from .*none\.txt: No such file or directory$"),
         ("slurm", "here", (), "behind --|after --"),
         ("ray", "", ("--partition",), "takes no options"),
         ("nomad", "", (), "there is no engine"),

@@ -70,6 +70,15 @@ def test_a_resume_that_the_environment_asks_for_is_made(monkeypatch: pytest.Monk
     assert given == ["runs/one/checkpoints", "runs/two"]
 
 
+def test_what_takes_long_before_the_first_trainer_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While a script imported its libraries, nothing was said for as long as that took."""
+    monkeypatch.setattr(script_run, "ChildProcess", lambda *_, **__: None)
+    new_run()._start_ranks(tmp_path, "127.0.0.1:1", ("cpu", "cpu"))
+    assert capsys.readouterr().err == "elche: 2 ranks run loop.py; progress is shown from Trainer.setup on\n"
+
+
 def test_a_rank_that_dies_as_soon_as_the_job_begins_is_the_jobs_to_judge() -> None:
     result, code = follow(Jobs([SimpleNamespace(job_id="loop-1")]))
     assert (result.state, code) == (JobState.SUCCEEDED, 0)

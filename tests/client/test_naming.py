@@ -1,6 +1,7 @@
 """A job is meant by its id, by the beginning of one, or by its name."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +74,21 @@ def test_every_command_knows_it(command: list[str], meant: str, capsys: pytest.C
     assert "neither" not in printed.err
     if command[0] == "cancel":
         assert (code, printed.out) == (0, "job j-1 is being stopped\n")
+
+
+@pytest.mark.parametrize(
+    "command", [["resume"], ["checkpoints"], ["journal"], ["timeline"], ["plan", "--model", "1MB", "--like"]]
+)
+def test_a_folder_with_the_name_of_a_job_does_not_hide_it(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder of `digits/digits.py` was said to be no run, and the job was not mentioned."""
+    monkeypatch.chdir(tmp_path)
+    Path("digits").mkdir()
+    assert main([*command, "digits"]) == 2
+    assert capsys.readouterr().err.endswith("For the job digits, not the folder here, give the job's id\n")
+    assert main([*command, "./digits"]) == 2
+    assert "the job's id" not in capsys.readouterr().err
 
 
 def test_the_answer_names_the_job_that_was_found(capsys: pytest.CaptureFixture[str]) -> None:

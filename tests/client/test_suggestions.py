@@ -32,6 +32,36 @@ def test_what_is_like_nothing_gets_no_guess(typed: str, capsys: pytest.CaptureFi
     assert "arguments for the file come after --" in error
 
 
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        (["rnu", "train.py"], "there is no command 'rnu': did you mean run?"),
+        (["Jobs"], "there is no command 'Jobs': did you mean jobs?"),
+        (["token", "mak"], "there is no command 'mak': did you mean make?"),
+        (["train", "train.py"], "there is no command 'train'; see `elche --help`"),  # and not drain
+        (["show", "train"], "there is no command 'show'; see `elche --help`"),
+    ],
+)
+def test_an_unknown_command_has_a_way_out(typed: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(typed) == 2
+    assert capsys.readouterr().err == f"elche: {hint}\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "way_out"),
+    [
+        (["run", "train.py", "more"], "(more); see `elche run --help`; arguments for the file come after --"),
+        (["jobs", "more"], "(more); see `elche jobs --help`"),
+        (["scale", "JOB", "--ranks", "1..3"], "see `elche scale --help`"),
+    ],
+)
+def test_a_wrong_usage_says_where_the_right_one_stands(
+    typed: list[str], way_out: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(typed) == 2
+    assert capsys.readouterr().err.endswith(f"{way_out}\n")
+
+
 def test_what_has_several_meanings_gets_all() -> None:
     known = ["--checkpoint-dir", "--checkpoint-every-epochs", "--slow"]
     assert similar("--checkpoint", known) == known[:2]

@@ -13,6 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
 from elche.formatting import duration
+from elche.views import EXITED
 from elche_client.display.formatting import figure, percent, printable_lines, quantity, si
 from elche_client.display.panel import Bar, job_panel
 from elche_client.display.progress import LineProgress
@@ -451,3 +452,10 @@ def test_epochs_of_a_job_that_has_ended_are_those_that_are_complete() -> None:
     ended = replace(VIEW, state=JobState.SUCCEEDED, epoch=7, num_epochs=10)
     assert "7/10" in drawn(jobs_table([ended]), width=80)
     assert "8/10" in drawn(jobs_table([replace(ended, state=JobState.TRAINING)]), width=80)
+
+
+def test_a_rank_whose_host_is_lost_is_not_among_those_that_train() -> None:
+    lost = replace(VIEW, ranks=(VIEW.ranks[0], replace(VIEW.ranks[1], state=EXITED)))
+    assert drawn(jobs_table([lost]), width=80).splitlines()[1].split()[-2] == "1"
+    ended = replace(lost, state=JobState.SUCCEEDED, ranks=tuple(replace(one, state=EXITED) for one in VIEW.ranks))
+    assert drawn(jobs_table([ended]), width=80).splitlines()[1].split()[-2] == "2"

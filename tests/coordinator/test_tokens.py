@@ -1,4 +1,4 @@
-"""Tokens by themselves: which names they may have."""
+"""Tokens by themselves: which names they may have, and what who has none is told."""
 
 import asyncio
 from pathlib import Path
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from elche.errors import InvalidJob
+from elche.errors import InvalidJob, NotAllowed
 from elche.network import MAX_MESSAGE_BYTES
-from elche.token import Role
+from elche.token import Role, bearer
 from elche.v1 import access_pb2
 from elche_coordinator.access.credentials import Credentials
 from elche_coordinator.access.tokens import MAX_NAME_BYTES, MAX_TOKENS, IssuedTokens
@@ -27,3 +27,13 @@ def test_as_many_tokens_as_there_may_be_fit_the_message_that_lists_them(tmp_path
     servicer = AccessServicer(Credentials("correct horse battery", tokens), tokens)
     listed = asyncio.run(servicer.ListTokens(access_pb2.ListTokensRequest(), nothing))
     assert listed.ByteSize() * MAX_TOKENS < MAX_MESSAGE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [("", "no token was given: set ELCHE_TOKEN"), (bearer("another"), "the token is wrong, expired or revoked: set")],
+)
+def test_who_gave_no_token_is_not_told_that_it_is_wrong(tmp_path: Path, header: str, reason: str) -> None:
+    tokens = IssuedTokens(SqlStore.in_file(tmp_path / "db.sqlite"))
+    with pytest.raises(NotAllowed, match=f"^{reason}"):
+        Credentials("correct horse battery", tokens).find(header)

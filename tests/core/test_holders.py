@@ -62,3 +62,12 @@ def test_agents_without_ids_of_their_folders_are_not_taken_for_each_other(simula
     core = (simulation := ended(simulate(ranks(5, 5), dataset_size=300), "")).core
     join(simulation, "old", "")
     assert core.fleet.holders(JOB, FIRST, "") == []
+
+
+def test_an_agent_that_has_got_the_id_of_another_is_not_taken_for_it(simulate):
+    """After a coordinator of another version, agents got ids in another order: earlier models were out of reach."""
+    core = (simulation := ended(simulate(ranks(5, 5), dataset_size=300), "folder")).core
+    join(simulation, FIRST, "other folder")
+    assert core.fleet.holders(JOB, FIRST, "folder") == []
+    join(simulation, "second", "folder", JOB)
+    assert core.fleet.holders(JOB, FIRST, "folder") == ["second"]

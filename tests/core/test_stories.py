@@ -284,3 +284,9 @@ def test_averagings_as_long_as_rounds_leave_nobody_idle_at_the_end_of_an_epoch(s
         latency_ms=20.0,
     )
     assert simulation.run().bound_fraction > 0.94  # 0.89 when the last free batches went to the first rank
+
+
+def test_the_bound_of_a_job_with_too_large_batches_counts_the_samples_that_there_are(simulate):
+    """With 20 samples and batches of 10,000 it was 500 times what the rank can train."""
+    result = simulate(ranks(25), dataset_size=20, batch_size=10_000, epochs=10).run()
+    assert result.bound_samples_per_s == pytest.approx(20 / 0.025, rel=0.01)

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
+from elche.views import JobState
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.invariants import check_invariants
 from elche_coordinator.core.messages.commands import Command, Publish
@@ -54,6 +55,14 @@ def states(core: Coordinator) -> Any:
     """What of all jobs and hosts events may change."""
     hosts = [(host.agent_id, host.is_drained) for host in core.fleet.hosts()]
     return list(map(state_of, core.jobs.values())), hosts, dict(core.quotas)
+
+
+def test_a_job_is_at_each_moment_in_a_state_that_clients_know(all_moments):
+    """The page and refusals said "grouping", where clients said "starting"."""
+    for moment in all_moments:
+        core = moment.again()
+        states = {view.state for job_id in core.jobs if (view := core.view(job_id, moment.now_s))}
+        assert states <= set(JobState) - {JobState.UNKNOWN}, moment.name
 
 
 def test_each_event_at_each_moment(all_moments, golden):

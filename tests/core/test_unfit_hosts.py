@@ -5,7 +5,13 @@ from typing import Any
 import pytest
 
 from elche_coordinator.core.messages.commands import Command, StartRank
-from elche_coordinator.core.messages.events import AgentJoined, HostFitnessChanged, RankExited, RankStarted
+from elche_coordinator.core.messages.events import (
+    AgentJoined,
+    DrainRequested,
+    HostFitnessChanged,
+    RankExited,
+    RankStarted,
+)
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.machine import JobPhase
@@ -45,6 +51,14 @@ def test_a_host_on_a_full_disk_gets_no_ranks_and_those_that_run_there_go_on() ->
     assert cluster.reason("more") == f"waits for 1 free slot: 0 of 2 slots are free; host host can start none: {FULL}"
     assert cluster.core.fleet.hosts()[0].problem == FULL
     assert tell(cluster, "") == ["more"]
+
+
+def test_a_job_that_waits_is_told_of_a_drained_host() -> None:
+    """It was only told that no slot was free, while none trained."""
+    cluster = Cluster(1)
+    cluster.handle(DrainRequested(agent_id=AgentId("host"), is_drained=True))
+    cluster.submit("job", 1)
+    assert cluster.reason("job") == "waits for 1 free slot: 0 of 1 slots are free; host host is drained"
 
 
 def test_a_rank_that_its_host_could_not_start_fails_no_job_and_begins_on_another_host() -> None:

@@ -237,6 +237,7 @@ def test_a_batch_of_no_good_samples_is_told_what_to_do(worlds: Worlds) -> None:
     for raised in worlds.run(2, attach_nothing, may_raise=True):
         assert isinstance(raised, Raised)
         assert "collate_fn returned None" in raised.message
+        assert not raised.message.startswith("rank")  # it is so on all
         assert "leave samples that cannot be trained out of the data set" in raised.message
 
 
@@ -891,6 +892,32 @@ def test_a_loss_of_another_model_is_named_once(uses_another: bool) -> None:
             (other if uses_another else model)(torch.ones(2, 6)).sum().backward()
             trainer.step()
     assert errors.getvalue().count("no parameter of the model has a gradient in the first step") == uses_another
+
+
+@pytest.mark.parametrize(
+    ("steps", "computes", "is_told"), [(False, True, True), (True, True, False), (False, False, False)]
+)
+def test_a_loop_that_forgets_its_step_is_told_so(steps: bool, computes: bool, is_told: bool) -> None:
+    """It ended well, with the model as it was, and not a word. A loop that only looks at batches is none."""
+    model, errors = new_model(), io.StringIO()
+    with contextlib.redirect_stderr(errors), Trainer.setup(model, new_optimizer(model)) as trainer:
+        trainer.set_data_loader(DataLoader(TensorDataset(torch.ones(8, 6)), batch_size=4), names=("x",))
+        for batch in trainer.epoch(0):
+            if computes:
+                model(batch["x"]).sum().backward()
+            if steps:
+                trainer.step()
+    assert ("the loop made no step" in errors.getvalue()) == is_told
+
+
+def test_a_batch_of_another_loader_is_refused() -> None:
+    """By an `AttributeError` about a dict without parts."""
+    model = new_model()
+    with Trainer.setup(model, new_optimizer(model)) as trainer:
+        loader = DataLoader(TensorDataset(torch.ones(8, 6)), batch_size=4)
+        trainer.set_data_loader(loader, forward_input="x", names=("x",))
+        with pytest.raises(Misuse, match=r"takes a batch of trainer.epoch\(\), not a dict: call the model"):
+            trainer.forward_batch({"x": torch.ones(4, 6)})  # type: ignore[arg-type]
 
 
 def test_gradients_that_a_loop_clears_with_its_own_step_were_there() -> None:

@@ -156,12 +156,13 @@ def test_an_upload_outlasts_a_connection_that_breaks_twice(cluster: Cluster, tmp
         cutting(cluster.address, num_mb * 500_000, num_mb * 300_000) as cutter,
         grpc.insecure_channel(cutter.address, options=[("grpc.max_reconnect_backoff_ms", 1000)]) as channel,
     ):
-        sent = upload(channel, bundle, address=cutter.address, metadata=())
+        stub = bundle_pb2_grpc.BundleServiceStub(channel)
+        sent = upload(stub, bundle, address=cutter.address, metadata=())
         assert cutter.num_cuts == 2
         assert sent == bundle.size_bytes
         assert bundles(cluster, cluster.client, folder) == (bundle.size_bytes, True)
         assert cutter.num_uploaded < 1.6 * bundle.size_bytes, "it goes on where it was; else it would be 1.8 times"
-        assert upload(channel, bundle, address=cutter.address, metadata=()) == 0
+        assert upload(stub, bundle, address=cutter.address, metadata=()) == 0
 
 
 def test_a_rank_that_is_killed_while_it_unpacks_leaves_no_half_a_folder(

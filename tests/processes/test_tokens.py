@@ -211,7 +211,7 @@ def test_a_token_that_is_revoked_or_has_expired_ends_what_it_has_open(lab: Lab, 
     for thread in threads:
         thread.join(400)
     assert set(ended) == {"gone", "brief"}
-    with pytest.raises(NotAllowed, match="missing, wrong, expired or revoked"):
+    with pytest.raises(NotAllowed, match="the token is wrong, expired or revoked"):
         lab.client("gone").jobs()
     assert lab.http("brief", "/metrics")[0] == 401
     assert brief.id in {one.id for one in lab.admin.all()}

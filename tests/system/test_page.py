@@ -279,6 +279,16 @@ def test_two_jobs_are_laid_over_each_other(cluster: Cluster, job: JobHandle, ope
     page.get_by_label("Compare with").select_option(job.id)
     expect(page.locator("#compared")).to_contain_text(f"Dashed, and “other”: {job.id}, which is training.")
     expect(page.locator("#learning")).to_contain_text("training, other")
+    rows = page.locator("#differences tr").all_inner_texts()
+    assert rows[0].split() == ["Setting", other.id, job.id]
+    assert "ranks\t1\t2" in rows
+    # a rank that is lost for a while has no line meanwhile, and one single figure a time, not midnight
+    ranks = "plots.flatMap(({plot}) => plot.series.filter((one) => /^rank/.test(one.label)).map((one) => one.spanGaps))"
+    page.goto(f"{cluster.coordinator.page_url}/#job={job.id}")
+    expect(page.locator("#running")).to_contain_text("rank 1")
+    assert set(page.evaluate(ranks)) == {False}
+    assert page.evaluate("x_range({data: [[1000], [7]]}, 1000, 87400)") == [999, 1001]
+    assert page.locator("#about .command span").all_inner_texts()[:2] == ["elche", "submit"]
     other.cancel()
 
 
@@ -429,6 +439,7 @@ def test_a_failed_job_leads_with_its_error_and_goes_on(
     expect(outcome).to_contain_text("ValueError: three channels")
     expect(outcome.locator("pre").first).to_contain_text("in train_step")
     expect(outcome.locator("pre").last).to_contain_text("on shard 17")
+    expect(outcome.locator("pre").last).not_to_contain_text("has failed")
     expect(page.locator("#ranks tr.failed")).to_contain_text("failed")
     tops = page.evaluate("['outcome', 'answers'].map((id) => document.getElementById(id).getBoundingClientRect().top)")
     assert tops == sorted(tops)

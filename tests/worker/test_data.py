@@ -341,10 +341,10 @@ def test_a_stream_that_knows_its_length_is_not_read_to_count_it() -> None:
         (DataLoader(list(range(8)), batch_size=2), "dataset() returned a DataLoader; return the data set itself"),
         (BatchSampler(range(8), 2, False), "of a batch_sampler, let each item of the data set be a batch, with batch"),
         (RandomSampler(list(range(8))), "dataset() returned a RandomSampler; return the data set itself"),
-        (iter([1, 2]), "must return a map-style data set with len() and [index], not list_iterator"),
-        (None, "must return a map-style data set with len() and [index], not NoneType"),
-        ({1, 2}, "must return a map-style data set with len() and [index], not set"),
-        ((n for n in range(3)), "must return a map-style data set with len() and [index], not generator"),
+        (iter([1, 2]), "must return a data set with len() and [index], or an IterableDataset, not list_iterator"),
+        (None, "must return a data set with len() and [index], or an IterableDataset, not NoneType"),
+        ({1, 2}, "must return a data set with len() and [index], or an IterableDataset, not set"),
+        ((n for n in range(3)), "must return a data set with len() and [index], or an IterableDataset, not generator"),
     ],
 )
 def test_what_is_no_data_set_is_refused_with_the_way_out(built: Any, says: str) -> None:

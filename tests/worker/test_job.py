@@ -1,6 +1,7 @@
 """A `TrainingJob` refuses what cannot work, by name, and trains on one device without a coordinator."""
 
 import sys
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -189,6 +190,13 @@ def test_a_field_that_there_is_not_is_named_with_those_that_are_like_it() -> Non
         TrainingJob(epoch=3)
     with pytest.raises(InvalidJob, match=r"^a TrainingJob has no xyzzy$"):
         TrainingJob(xyzzy=3)
+
+
+def test_a_field_that_is_missing_is_named_as_of_a_training_job() -> None:
+    given = {name: getattr(JOB, name) for name in ("model", "optimizer", "dataset", "train_step", "batch_size")}
+    with pytest.raises(InvalidJob, match=r"^a TrainingJob needs epochs$"):
+        TrainingJob(**given)
+    assert copy(JOB).epochs == JOB.epochs
 
 
 def test_a_job_with_other_functions_than_its_files_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from elche_client.cli.options import (
     logs_option,
     out_option,
     training_options,
+    way_out,
 )
 from elche_client.cli.plan import plan
 from elche_client.cli.token import token
@@ -62,9 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.NoArgsIsHelpError as error:  # `elche token` alone, as `elche` alone
         click.echo(error.format_message())
         return 0
-    except click.MissingParameter as error:
-        how = f"; see `{error.ctx.command_path} --help`" if error.ctx else ""
-        return _refuse(error.format_message().rstrip(".") + how)
+    except click.UsageError as error:
+        is_value = isinstance(error, click.BadParameter)  # also a missing one
+        return _refuse(error.format_message().rstrip(".") + way_out(error.ctx, is_value=is_value))
     except click.ClickException as error:
         return _refuse(error.format_message())
     except JobFailed as error:
@@ -111,11 +112,8 @@ def _unknown_option(error: click.NoSuchOption) -> str:
     context = error.ctx
     known = [name for one in context.command.get_params(context) for name in one.opts] if context else []
     guesses = similar(error.option_name, [name for name in known if name.startswith("--")])
-    command = context.command_path if context else "elche"
-    hint = f"did you mean {' or '.join(guesses)}?" if guesses else f"`{command} --help` lists them"
-    if isinstance(context and context.command, ScriptCommand) and not guesses:
-        hint += "; arguments for the file come after --"
-    return f"there is no option {error.option_name}: {hint}"
+    hint = f": did you mean {' or '.join(guesses)}?" if guesses else way_out(context)
+    return f"there is no option {error.option_name}{hint}"
 
 
 @click.group(cls=Program, invoke_without_command=True, context_settings=CONTEXT_SETTINGS)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from elche.errors import InvalidJob
 from elche.network import DEFAULT_ADDRESS
 from elche.settings import SETTINGS, Setting
 from elche.token import Role
@@ -142,8 +143,30 @@ class ScriptCommand(TrainingCommand):
         return [*super().collect_usage_pieces(ctx), "[-- ARGUMENT...]"]
 
 
+def way_out(context: click.Context | None, *, is_value: bool = False) -> str:
+    """What follows a wrong usage: where the command says how it is used. `is_value`: only a value was wrong."""
+    if context is None:
+        return ""
+    may_be_for_file = isinstance(context.command, ScriptCommand) and not is_value
+    after = "; arguments for the file come after --" if may_be_for_file else ""
+    return f"; see `{context.command_path} --help`{after}"
+
+
 class CommandGroup(click.Group):
     """A group whose help has the whole first sentence of each command's help."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Suggests only commands that begin alike: click's guess for `train` is `drain`."""
+        from elche_client.display.suggestions import similar
+
+        if self.get_command(ctx, typed := args[0]) is None:
+            known = [name for name in self.list_commands(ctx) if name[:1] == typed[:1].lower()]
+            guesses = similar(typed, known)
+            hint = f": did you mean {' or '.join(guesses)}?" if guesses else way_out(ctx)
+            raise click.ClickException(f"there is no command {typed!r}{hint}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         self.format_section(formatter, "Commands", self.list_commands(ctx))
@@ -271,5 +294,5 @@ def local_options(**training: Any) -> JobOptions:
     """The options of a job on this machine, whose devices are all available from the beginning."""
     options = job_options(**training)
     if options.min_ranks:
-        raise click.UsageError("a range of ranks is for `elche submit`; on this machine --ranks is one number")
+        raise InvalidJob("a range of ranks is for `elche submit`; on this machine --ranks is one number")
     return options

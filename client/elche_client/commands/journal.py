@@ -12,7 +12,7 @@ import click
 
 from elche.errors import InvalidJob
 from elche_client.client import Client
-from elche_client.commands.naming import of_job
+from elche_client.commands.naming import known_as_folder, of_job
 from elche_client.display.formatting import printable
 from elche_client.display.notices import print_notice
 
@@ -48,7 +48,8 @@ def read(job: str, address: str, num_events: int | None) -> list[str]:
             return of_job(client, job, lambda known: client.journal(known, num_events=num_events))[1].splitlines()
     files = sorted((Path(job) / "coordinator" / "journals").glob("*.jsonl.gz"))
     if not files:
-        raise InvalidJob(f"{job} has no journal: a run that has ended has one only if it did not succeed")
+        with known_as_folder(job):
+            raise InvalidJob(f"{job} has no journal: a run that has ended has one only if it did not succeed")
     try:
         about, *events = gzip.decompress(files[-1].read_bytes()).decode("utf-8").splitlines()
         kept = events if num_events is None else events[max(0, len(events) - num_events) :]

@@ -1,5 +1,6 @@
 """Finds a job by its id, the beginning of its id, or its name."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -37,6 +38,19 @@ def folder_or_job(meant: str, address: str) -> Iterator[None]:
         raise InvalidJob(f"{meant} is neither a folder here nor a job of the coordinator at {address}") from None
     except Unreachable as error:
         raise Unreachable(f"{meant} is not a folder here, and {error}") from error
+
+
+@contextmanager
+def known_as_folder(meant: str) -> Iterator[None]:
+    """In the body a name is taken for the folder here that has it. An `InvalidJob` then says how to mean the job of
+    that name: the folder of a job's file is often called like the job.
+    """
+    try:
+        yield
+    except InvalidJob as error:
+        if os.sep in meant:
+            raise
+        raise InvalidJob(f"{error}. For the job {meant}, not the folder here, give the job's id") from None
 
 
 def find(meant: str, views: Sequence[JobView]) -> str:

@@ -49,9 +49,15 @@ def times_like(name: str, address: str) -> tuple[float, ...]:
     """Milliseconds per batch of each rank of a job at a coordinator, or of the run in a folder. Raises `InvalidJob`
     when there are none.
     """
+    from elche_client.commands.naming import known_as_folder
+
     if "/" in name and not Path(name).is_dir():
         raise InvalidJob(f"there is no folder {name}: name the folder of a run that has ended, or a job")
-    times = _times_in(Path(name)) if Path(name).is_dir() else _times_at(name, address)
+    if Path(name).is_dir():
+        with known_as_folder(name):
+            times = _times_in(Path(name))
+    else:
+        times = _times_at(name, address)
     if not times or not all(times):
         raise InvalidJob(f"{name} does not say what a batch takes on each rank: give --ranks, such as 25ms,57ms")
     if len(times) > MAX_DEVICES:

@@ -14,7 +14,7 @@ import click
 from elche.errors import InvalidJob, Unreachable
 from elche.requirements import inline_requirements
 from elche_client.client import Client, JobHandle
-from elche_client.commands.naming import folder_or_job, of_job
+from elche_client.commands.naming import folder_or_job, known_as_folder, of_job
 from elche_client.display.formatting import printable
 from elche_client.display.notices import print_notice
 from elche_client.display.output import UploadNotice, exit_code_of, print_ending, print_made
@@ -269,7 +269,8 @@ def _timeline_lines(job: str, address: str) -> list[str]:
             return of_job(client, job, client.timeline)[1].splitlines()
     files = sorted((Path(job) / "coordinator" / "timelines").glob("*.jsonl"))
     if not files:
-        raise InvalidJob(f"{job} has no timeline: run it with --timeline true")
+        with known_as_folder(job):
+            raise InvalidJob(f"{job} has no timeline: run it with --timeline true")
     return files[-1].read_text(encoding="utf-8").splitlines()
 
 

@@ -20,7 +20,7 @@ from elche.manifest import SOURCE, DamagedCheckpoint, checkpoints_in, newest_who
 from elche.own_modules import ALL, edited, read_modules
 from elche.v1.job_pb2 import JobSpec
 from elche_client.client import Client
-from elche_client.commands.naming import find, folder_or_job, of_job
+from elche_client.commands.naming import find, folder_or_job, known_as_folder, of_job
 from elche_client.commands.remote import watch
 from elche_client.display.notices import print_notice
 from elche_client.display.record import to_json
@@ -77,7 +77,8 @@ def resume_here(place: str, file: Path | None, options: JobOptions, **how: Unpac
             raise InvalidJob(f"the job's file is needed too: elche resume {place} FILE")
         return LocalRun(path=file, options=replace(options, resume=place), **how).run()
     damaged: list[DamagedCheckpoint] = []
-    folder, manifest = newest_whole(Path(place), damaged.append, _tell_check)
+    with known_as_folder(place):
+        folder, manifest = newest_whole(Path(place), damaged.append, _tell_check)
     command = _command_of(folder)
     is_loop = "loop" in manifest["training"]
     if file is None:
@@ -302,7 +303,11 @@ def replay_here(
 
 def list_checkpoints(job: str, address: str, *, as_json: bool) -> int:
     """Prints the checkpoints below a folder, or of a job at a coordinator."""
-    found = _here(Path(job)) if os.path.exists(job) else _of_job(job, address)
+    if os.path.exists(job):
+        with known_as_folder(job):
+            found = _here(Path(job))
+    else:
+        found = _of_job(job, address)
     if as_json:
         click.echo(to_json([asdict(one) for one in found]))
         return 0

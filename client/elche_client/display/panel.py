@@ -26,7 +26,7 @@ STATE_STYLES = {
     JobState.FAILED: "bold red",
     JobState.CANCELLED: "bold yellow",
 }
-RANK_STYLES = {"training": "green", "averaging": "cyan", "starting": "yellow", "lost": "red"}
+RANK_STYLES = {"training": "green", "averaging": "cyan", "starting": "yellow", "stalled": "red"}
 
 
 @dataclass(frozen=True, slots=True)

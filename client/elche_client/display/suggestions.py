@@ -1,4 +1,4 @@
-"""Suggestions for a mistyped option name."""
+"""Suggestions for a mistyped name of an option, a command or a job."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -9,13 +9,15 @@ MIN_SIMILARITY = 0.8
 
 
 def similar(typed: str, known: Sequence[str]) -> list[str]:
-    """The names that differ only in dashes or case; else those with a common prefix; else the most similar ones."""
+    """The names that differ only in dashes or case; else those with a common prefix; else the most similar ones, also
+    those of the same letters in another order.
+    """
     letters = {name: _letters(name) for name in known}
     wanted = _letters(typed)
     same = [name for name, text in letters.items() if text == wanted]
     begin = [name for name, text in letters.items() if _begin_alike(text, wanted)]
     close = get_close_matches(wanted, letters.values(), n=MAX_GUESSES, cutoff=MIN_SIMILARITY)
-    look = [name for name, text in letters.items() if text in close]
+    look = [name for name, text in letters.items() if text in close or sorted(text) == sorted(wanted)]
     return (same or begin or look)[:MAX_GUESSES]
 
 

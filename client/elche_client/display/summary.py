@@ -186,7 +186,7 @@ def jobs_table(views: Sequence[JobView], now: datetime | None = None) -> Table:
             Text(f"{_epoch(view)}/{view.num_epochs}" if view.num_epochs else "-"),
             Text(figure(view.loss) if view.loss is not None else "-"),
             Text(si(view.samples_per_s) if view.samples_per_s else "-"),
-            Text(str(len(view.ranks))),
+            Text(str(view.num_ranks)),
             Text(duration(age_s)),
         )
     return table

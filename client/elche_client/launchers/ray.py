@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from elche.artifacts import reason_of
 from elche.network import BadAddress, split_address
 from elche_client.launchers.fleet import AgentFleet, AgentState, BadFleet, FleetAgent
 
@@ -174,7 +175,7 @@ def _files(fleet: AgentFleet) -> dict[str, str]:
             try:
                 found[f"{variable}/{one.name}" if inside else variable] = one.read_text(encoding="utf-8")
             except (OSError, ValueError) as error:
-                raise BadFleet(f"{one} cannot be read: {error}") from None
+                raise BadFleet(f"{one} cannot be read: {reason_of(error)}") from None
     return found
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from elche.artifacts import reason_of
 from elche.tls import AUTHORITY, CERTIFICATE, KEY
 from elche_client.launchers.fleet import AgentFleet, AgentState, BadFleet, FleetAgent
 
@@ -135,7 +136,7 @@ def hosts_of(path: Path) -> list[SshHost]:
     try:
         lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
-        raise BadFleet(f"the hosts cannot be read from {path}: {error}") from None
+        raise BadFleet(f"the hosts cannot be read from {path}: {reason_of(error)}") from None
     found = [SshHost(*line.split(maxsplit=1)) for line in lines if line]
     for host in found:
         if host.place.startswith("-"):
@@ -163,7 +164,7 @@ def _written(name: str, path: Path) -> str:
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise BadFleet(f"{path} cannot be read: {error}") from None
+        raise BadFleet(f"{path} cannot be read: {reason_of(error)}") from None
     if len(content) > MAX_FILE_BYTES or "\0" in content:
         raise BadFleet(f"{path} is neither a token nor a certificate")
     return f"printf %s {shlex.quote(content)} > {name}.new && mv {name}.new {name}"

@@ -109,6 +109,8 @@ class ScriptRun(LocalRun):
             )
             self.processes.add(process)
             self._running[name] = process
+        who = "1 rank runs" if len(devices) == 1 else f"{len(devices)} ranks run"
+        print_notice(f"{who} {self.path.name}; progress is shown from Trainer.setup on")
 
     def _follow_loop(self, client: Client, progress: ProgressDisplay) -> tuple[JobResult, int]:
         """Shows the jobs as which the script attaches itself. Returns when all its processes have exited."""

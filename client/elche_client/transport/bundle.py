@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pathspec import GitIgnoreSpec
 
+from elche.artifacts import reason_of
 from elche.bundle import MAX_ARCHIVE_BYTES, MAX_DEPTH, MAX_FILES, MAX_UNPACKED_BYTES, check_path
 from elche.errors import InvalidJob
 
@@ -120,7 +121,7 @@ def _spec(path: Path) -> GitIgnoreSpec:
     try:
         return GitIgnoreSpec.from_lines(path.read_text(encoding="utf-8").splitlines())
     except (OSError, ValueError) as error:
-        raise InvalidJob(f"{path} cannot be read: {error}") from error
+        raise InvalidJob(f"{path} cannot be read: {reason_of(error)}") from error
 
 
 def _is_ignored(name: str, specs: dict[str, list[GitIgnoreSpec]]) -> bool:

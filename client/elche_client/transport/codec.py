@@ -7,13 +7,18 @@ import json
 import os
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, TypeVar
 
+from google.protobuf.message import Message
+
+from elche.errors import InvalidJob
 from elche.mapping import from_message, to_message
 from elche.network import user_at_host
 from elche.v1 import job_pb2 as pb
 from elche_client.events import EVENT_NAMES, Event, Fault, JobResult, JobState, JobView, LinkView, RoundReport
 from elche_client.options import MAX_NAME_CHARS, JobOptions, has_own_loop
 
+Sent = TypeVar("Sent", bound=Message)
 STATES: dict[int, JobState] = {
     pb.JobState.Value(f"JOB_STATE_{state.upper()}"): state for state in JobState if state is not JobState.UNKNOWN
 }
@@ -104,3 +109,16 @@ def decode_round(report: pb.RoundReport) -> RoundReport:
     # Serialised messages may be concatenated: repeated fields are appended. So a file of these is the whole recording.
     recorded = pb.JobSpec(replay=[report.recorded]).SerializeToString() if report.HasField("recorded") else b""
     return from_message(report, RoundReport, recorded=recorded)
+
+
+def request_of(kind: type[Sent], **values: Any) -> Sent:
+    """The request with these values. Raises `InvalidJob`, naming it, for a value that none can have."""
+    try:
+        return kind(**values)
+    except (TypeError, ValueError):
+        for name, value in values.items():
+            try:
+                kind(**{name: value})
+            except (TypeError, ValueError):
+                raise InvalidJob(f"{name} cannot be {value!r}") from None
+        raise

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import grpc
-
 from elche.bundle import CHUNK_BYTES
 from elche.errors import InvalidJob, Unreachable
 from elche.package import needs_root, package_of
@@ -26,7 +24,7 @@ RETRY_AFTER_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 
 
 def upload(
-    channel: grpc.Channel,
+    stub: BundleServiceStub,
     bundle: Bundle,
     *,
     address: str,
@@ -39,7 +37,6 @@ def upload(
     Raises `Unreachable` after six broken connections without progress, `InvalidJob` if the coordinator refuses the
     bundle, and `TooMuch` if it has no room.
     """
-    stub = BundleServiceStub(channel)
     best = first = -1
     num_failures = 0
     while True:

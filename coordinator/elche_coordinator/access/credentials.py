@@ -38,7 +38,8 @@ class Credentials:
             return caller, None
         grant = self._tokens.find(authorization.removeprefix(BEARER))
         if grant is None:
-            raise NotAllowed(f"the token is missing, wrong, expired or revoked: {HOW}")
+            what = "the token is wrong, expired or revoked" if authorization else "no token was given"
+            raise NotAllowed(f"{what}: {HOW}")
         return grant.token.caller, grant
 
     async def ended(self, grant: Grant) -> None:

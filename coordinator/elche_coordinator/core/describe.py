@@ -186,6 +186,8 @@ def _state_of_training(job: ManagedJob) -> str:
         return job.result.outcome
     if job.phase is JobPhase.TRAINING and job.is_paused:
         return JobState.PAUSED
+    if job.phase is JobPhase.GROUPING:
+        return JobState.STARTING  # users know no other word for it; the reason says that the ranks meet
     return JobState.WAITING if job.phase is JobPhase.TRAINING and job.run.is_held(Hold.TOO_FEW) else job.phase
 
 

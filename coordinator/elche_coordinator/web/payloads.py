@@ -138,7 +138,7 @@ def summary(view: JobView) -> dict[str, Any]:
         "name": _cut(view.name, MAX_NAME),
         "state": _cut(view.state, MAX_NAME),
         "reason": _cut(view.reason, MAX_TEXT),
-        "ranks": len(view.ranks),
+        "ranks": view.num_ranks,
         "epoch": view.epoch,
         "epochs": view.num_epochs,
         "progress": _finite(view.progress_fraction) or 0.0,

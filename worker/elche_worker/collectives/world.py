@@ -242,10 +242,11 @@ class World:
         return self.calls.publish_end(self._loop, text, limit_s=END_S if has_store and text else 0.0)
 
     def agree(self, problem: str) -> None:
-        """Raises `Misuse` on every rank if any rank has a problem; "" means none."""
-        for rank, text in enumerate(self.gather_texts(problem)):
+        """Raises `Misuse` on every rank if any rank has a problem; "" means none. A problem of all names no rank."""
+        texts = self.gather_texts(problem)
+        for rank, text in enumerate(texts):
             if text:
-                raise Misuse(f"rank {rank}: {text}" if self.size > 1 else text)
+                raise Misuse(text if len(set(texts)) == 1 else f"rank {rank}: {text}")
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Each rank's numbers, as many on each, in order of rank."""

@@ -160,7 +160,9 @@ def as_dataset(built: Any, file_name: str) -> Any:
         parts = built
         return Shards([_count(one, file_name) for one in parts], lambda index: parts[index])
     if not isinstance(built, Sized) or not hasattr(built, "__getitem__"):
-        raise InvalidJob(f"{file_name}: dataset() must return a map-style data set with len() and [index], not {kind}")
+        raise InvalidJob(
+            f"{file_name}: dataset() must return a data set with len() and [index], or an IterableDataset, not {kind}"
+        )
     return built
 
 

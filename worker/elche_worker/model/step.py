@@ -115,7 +115,8 @@ def _called_model(job: JobDefinition, file_name: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise InvalidJob(f"{file_name}: model() must return a torch.nn.Module, not {type(model).__name__}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise InvalidJob(f"{file_name}: model() returned a model without parameters to train")
+        why = ": none has requires_grad" if any(True for _ in model.parameters()) else ""
+        raise InvalidJob(f"{file_name}: model() returned a model without parameters to train{why}")
     if problem := problem_of_model(model):
         raise InvalidJob(f"{file_name}: {problem}")
     return model

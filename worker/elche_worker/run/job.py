@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,13 +22,17 @@ class TrainingJob(JobDefinition):
     """
 
     def __new__(cls, **given: Any) -> Self:
-        """A new job. Raises `InvalidJob` for an unknown field."""
+        """A new job. Raises `InvalidJob` for an unknown field, and for one that is missing."""
         known = [one.name for one in fields(cls)]
         for name in given:
             if name not in known:
                 near = get_close_matches(name, known, n=3)
                 hint = f"; did you mean {' or '.join(near)}?" if near else ""
                 raise InvalidJob(f"a TrainingJob has no {name}{hint}")
+        needed = [one.name for one in fields(cls) if one.default is MISSING and one.default_factory is MISSING]
+        missing = [name for name in needed if name not in given]
+        if given and missing:  # a copy is made without fields
+            raise InvalidJob(f"a TrainingJob needs {', '.join(missing)}")
         return super().__new__(cls)
 
     def run(

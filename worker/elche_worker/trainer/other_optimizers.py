@@ -94,8 +94,9 @@ class OtherOptimizers:
         # A loop that steps in hooks of `backward` has no gradients left, and has trained.
         if is_first and not self._num_outside and all(one.grad is None for one in self._model.parameters()):
             self._notice(
-                "no parameter of the model has a gradient in the first step, so it stays as it is: the loss is to be "
-                "computed with the model that Trainer.setup was given (trainer.model), not with another one or a copy"
+                "no parameter of the model has a gradient in the first step, so it stays as it is: call backward() "
+                "before it, on a loss that is computed with the model that Trainer.setup was given (trainer.model), "
+                "not with another one or a copy"
             )
             return
         stepped: set[int] = set()

@@ -231,6 +231,11 @@ class Stepper:
                 "trained, and each step counts as many samples. Take each batch after the step before it"
             )
 
+    def tell_if_never_stepped(self) -> None:
+        """Called when a loop ends that has raised nothing: says so if it made gradients, and trained with none."""
+        if self.num_given and not self._num_stepped and self._has_any_gradient and self._world.rank == 0:
+            notice("the loop made no step, so the model is as it was: call trainer.step() after backward()")
+
     @property
     def has_only_looked(self) -> bool:
         """True if batches were given out since the last step, and none was trained: an evaluation, or statistics."""

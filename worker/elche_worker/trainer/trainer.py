@@ -394,9 +394,13 @@ class Trainer:
         """The model's output of a batch of `epoch`; of several batches end to end (dimension 0).
 
         With a loss function, also loss and backward, batch by batch, so that one graph is alive at a time; the output
-        then has no graph. Without one, all graphs are kept, and backward is yours.
+        then has no graph. Without one, all graphs are kept, and backward is yours. Raises `Misuse` for other batches.
         """
         self._check_open()
+        if not isinstance(batch, Batch):
+            raise Misuse(
+                f"forward_batch takes a batch of trainer.epoch(), not a {type(batch).__name__}: call the model"
+            )
         return self._forward.run(batch)
 
     def set_loss_fn(self, loss_fn: Callable[[LossContext], torch.Tensor] | None) -> None:
@@ -597,6 +601,7 @@ class Trainer:
         self._iterations.close(error)
         self._checkpoints.close()
         if error is None:
+            self._stepper.tell_if_never_stepped()
             self._stepper.report(is_last=True)
         if isinstance(error, Exception):
             self._leave_raising(error)

@@ -40,7 +40,7 @@ def too_few_notice(num_ranks: int, least: int, num_loading: int = 0) -> str:
 
 
 def slots_notice(spec: JobSpec, num_free: int, num_slots: int, unfit: str, *, is_possible: bool) -> str:
-    """The slots for which a queued job waits, and how many there are; `unfit`: which host can start no ranks, and why.
+    """The slots for which a queued job waits, and how many there are; `unfit`: which host gets no ranks, and why.
     `is_possible`: one host has enough for a loop.
     """
     num, size = spec.least_ranks, spec.group_size

@@ -119,10 +119,11 @@ class Fleet:
 
     def holders(self, job_id: JobId, agent_id: AgentId, folder: str) -> list[AgentId]:
         """The hosts that may have a job's output, which was on this agent with this work folder; the likeliest first:
-        that agent, those that use its folder now, and those that have reported the job's folder.
+        those that use its folder now, first of all that agent, and those that have reported the job's folder. After a
+        coordinator of another version the agent's id may be another's, which has another folder.
         """
         why = {
-            one: (one == agent_id, agent.folder == folder != "", job_id in agent.jobs)
+            one: (agent.folder == folder != "", one == agent_id and agent.folder == folder, job_id in agent.jobs)
             for one, agent in self.agents.items()
         }
         return sorted((one for one in why if any(why[one])), key=lambda one: why[one], reverse=True)
@@ -144,14 +145,12 @@ class Fleet:
         return True
 
     def unfit(self, conditions: tuple[str, ...]) -> str:
-        """A host with slots that meet the conditions, which can start no ranks, and why; empty: there is none."""
+        """A host with slots that meet the conditions, which can start no ranks or is drained; empty: there is none."""
         meeting = self._slots_meeting(conditions)
-        problems = (
-            f"host {agent.host} can start none: {agent.problem}"
-            for agent_id, agent in self.agents.items()
-            if agent.problem and meeting[agent_id]
-        )
-        return next(problems, "")
+        fitting = [agent for agent_id, agent in self.agents.items() if meeting[agent_id]]
+        problems = (f"host {agent.host} can start none: {agent.problem}" for agent in fitting if agent.problem)
+        drained = (f"host {agent.host} is drained" for agent in fitting if agent.is_drained)
+        return next(problems, next(drained, ""))
 
     def meets(self, place: Place, conditions: tuple[str, ...]) -> bool:
         """True if the slot, of a known host, meets all conditions."""

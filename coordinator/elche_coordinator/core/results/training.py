@@ -557,7 +557,8 @@ class Training:
         if self.started is None or self.committed is None:
             return 0.0, 0.0, 0.0
         late = self.calibrated if self.calibrated and self.calibrated.at_s < self.committed.at_s else self.started
-        sizes = {rank: record.batch_size for rank, record in self.ranks.items()}
+        # No batch has more samples than an epoch.
+        sizes = {rank: min(record.batch_size, self.ledger.extent.kept_size) for rank, record in self.ranks.items()}
         late_bound = bound_samples_per_s(late, self.committed, sizes)
         return (
             samples_per_s(self.started, self.committed),

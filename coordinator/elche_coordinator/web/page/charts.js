@@ -1,7 +1,7 @@
 "use strict";
 // A job's figures over time, by step or epoch, smoothed, in a log scale, and with another job's laid over them.
 
-const COLORS = ["#2f7dd1", "#d9822b", "#2f9e6e", "#c2457f", "#7a5fd0", "#a08a1c", "#2aa1a8", "#c7503a", "#5b7f2e", "#8c6a4f", "#6b7a90", "#b05fb5"];
+const COLORS = ["#2f7dd1", "#c8731f", "#2f9e6e", "#c2457f", "#7a5fd0", "#a08a1c", "#2aa1a8", "#c7503a", "#5b7f2e", "#8c6a4f", "#6b7a90", "#b05fb5"];
 const HEIGHT = 190;
 const FEW = 12; // charts of metrics that are shown at once
 const TABLES = ["moments", "epochs", "evaluations"];
@@ -46,9 +46,10 @@ async function compare(id) {
   other = null;
   if (id) {
     try {
-      const answer = await (await ask(`/api/jobs/${encodeURIComponent(id)}/series`)).json();
+      const paths = [`${encodeURIComponent(id)}/series`, encodeURIComponent(id), encodeURIComponent(selected)];
+      const [answer, about, own] = await Promise.all(paths.map(async (path) => (await ask(`/api/jobs/${path}`)).json()));
       if ($("other").value !== id) return; // another one has been chosen meanwhile
-      other = answer;
+      other = { ...answer, differences: differences(own, about) };
     } catch (error) {
       complain(error.message);
       $("other").value = "";
@@ -57,7 +58,19 @@ async function compare(id) {
   const has_figures = other && TABLES.some((name) => other[name]?.at.length);
   $("compared").hidden = !other;
   $("compared").textContent = !other ? "" : has_figures ? `Dashed, and “other”: ${other.id}, which ${told_state(other.state)}.` : `${other.id} has no figures.`;
+  $("differences").hidden = !other || !other.differences.length;
+  replace($("differences"), !other ? [] : [
+    h("thead", {}, h("tr", {}, ...["Setting", selected, other.id].map((title) => h("th", { scope: "col" }, title)))),
+    h("tbody", {}, ...other.differences.map(([name, ...values]) => h("tr", {}, h("th", { scope: "row" }, name), ...values.map((value) => h("td", {}, value))))),
+  ]);
   show_charts();
+}
+
+// What was asked for, where two jobs differ: [name, the one's value, the other's].
+function differences(one, another) {
+  const [mine, others] = [one, another].map((about) => ({ file: about.file, ranks: about.asked_ranks ? String(about.asked_ranks) : "all that were free", ...about.settings }));
+  const names = [...new Set([...Object.keys(mine), ...Object.keys(others)])];
+  return names.filter((name) => mine[name] !== others[name]).map((name) => [name, mine[name] ?? "–", others[name] ?? "–"]);
 }
 
 const told_state = (state) => ({ succeeded: "has succeeded", failed: "has failed", cancelled: "was cancelled" })[state] || `is ${state}`;
@@ -90,7 +103,7 @@ function lines_of(chart) {
   }
   for (const column of chart.ranks ? Object.keys(mine.moments?.figures || {}) : []) {
     const [name, rank] = column.split("@");
-    if (name === chart.ranks && rank !== undefined) lines.push({ run: mine, table: "moments", name: column, label: `rank ${rank}`, color: COLORS[rank % COLORS.length], dash: null });
+    if (name === chart.ranks && rank !== undefined) lines.push({ run: mine, table: "moments", name: column, label: `rank ${rank}`, color: COLORS[rank % COLORS.length], dash: null, has_gaps: true }); // while it was lost
   }
   return lines;
 }
@@ -163,11 +176,17 @@ function range_of(chart, is_log) {
   };
 }
 
+// A single place would else be at the left of a whole day, of which only midnight is named.
+function x_range(plot, low, high) {
+  const [only, ...more] = plot.data[0];
+  return only === undefined || more.length ? [low, high] : [only - 1, only + 1];
+}
+
 function new_plot(chart, lines, data, options, figure) {
   const [ink, line] = [css("--soft"), css("--line")];
   const axis = { stroke: ink, font: "11px system-ui, 'DejaVu Sans', sans-serif", grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 } };
-  const series = lines.map(({ label, color, dash }) => ({
-    label, stroke: color, width: dash ? 1.5 : 2, dash: dash || undefined, spanGaps: true, points: { size: 4 },
+  const series = lines.map(({ label, color, dash, has_gaps }) => ({
+    label, stroke: color, width: dash ? 1.5 : 2, dash: dash || undefined, spanGaps: !has_gaps, points: { size: 4 },
     value: (_, value) => (value === null || value === undefined ? "–" : chart.format(value)),
   }));
   return new uPlot({
@@ -179,7 +198,7 @@ function new_plot(chart, lines, data, options, figure) {
       { ...axis, space: 90, size: 32, incrs: options.over === "time" ? SECONDS : undefined, values: (_, ticks) => ticks.map((one) => place_label(options.over, one)) },
       { ...axis, size: 62, incrs: chart.incrs, values: (_, ticks) => ticks.map((one) => (one === null ? "" : chart.format(one))) },
     ],
-    scales: { x: { time: options.over === "clock", range: (_, low, high) => (low === high && low !== null ? [low - 1, low + 1] : [low, high]) }, y: { distr: options.is_log ? 3 : 1, log: 10, range: range_of(chart, options.is_log) } },
+    scales: { x: { time: options.over === "clock", range: x_range }, y: { distr: options.is_log ? 3 : 1, log: 10, range: range_of(chart, options.is_log) } },
   }, data, figure);
 }
 

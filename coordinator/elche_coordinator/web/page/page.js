@@ -253,7 +253,7 @@ function replace(list, items) {
 function show_hosts(list) {
   const items = list.items.map((host) => {
     const name = host.is_namesake ? `${host.host} (${host.id})` : host.host;
-    const slots = host.slots.map((slot) => h("li", {}, h("span", {}, slot.device), slot.job === null ? h("span", { class: "soft" }, "free") : h("a", { href: `#job=${encodeURIComponent(slot.job)}` }, `${slot.job}, rank ${slot.rank}`)));
+    const slots = host.slots.map((slot) => h("li", {}, h("span", { class: "device" }, slot.device), slot.job === null ? h("span", { class: "soft" }, "free") : h("a", { href: `#job=${encodeURIComponent(slot.job)}` }, `${slot.job}, rank ${slot.rank}`)));
     if (host.num_slots > host.slots.length) slots.push(h("li", { class: "soft" }, `and ${host.num_slots - host.slots.length} more`));
     return h("li", { class: "card host" },
       h("div", { class: "row" },
@@ -352,7 +352,7 @@ async function end_of_log(path, rank, place, title) {
   try {
     const text = await (await ask(`${path}/log/${rank}`)).text();
     const before = text.lastIndexOf("Traceback (most recent call last)");
-    const lines = text.slice(0, before < 0 ? undefined : before).trimEnd().split("\n").slice(-15).join("\n");
+    const lines = text.slice(0, before < 0 ? undefined : before).replace(/elche: this rank has failed: $/, "").trimEnd().split("\n").slice(-15).join("\n");
     if (!lines) return;
     place.textContent = lines;
     place.hidden = title.hidden = false;
@@ -462,6 +462,9 @@ function cells_of(rank, job, about, path, has_namesake) {
   ];
 }
 
+// A command's words, which are not broken at their hyphens: that would be another command.
+const words = (text) => text.split(" ").flatMap((word, index) => [index ? " " : null, h("span", {}, word)]);
+
 function show_about(job, about) {
   const key = JSON.stringify([job.id, about]);
   if ($("about").dataset.key === key) return;
@@ -474,7 +477,7 @@ function show_about(job, about) {
     ...fact("Ran", about.ran_s ? span(about.ran_s) : ""),
     ...fact("Ended", about.ended_at ? `${day(about.ended_at)}, ${clock(about.ended_at)}` : ""),
     ...fact("File", about.file),
-    ...fact("Command", about.command && h("code", { class: "command" }, about.command)),
+    ...fact("Command", about.command && h("code", { class: "command" }, ...words(about.command))),
     ...fact("Ranks", about.asked_ranks ? String(about.asked_ranks) : about.is_loop ? "" : "all that were free"),
     ...fact("Resumed from", about.resume && h("code", {}, about.resume)));
   const given = new Set(about.given || []);
