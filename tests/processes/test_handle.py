@@ -106,6 +106,27 @@ def test_a_wrong_setting_is_refused_before_anything_is_started(mark: Mark, job_f
     assert "must be" in str(out["error"])
 
 
+@pytest.mark.parametrize(
+    ("end", "tells"),
+    [
+        ("", True),
+        ("raise RuntimeError", False),
+        (
+            'os.environ["ELCHE_RANK"] = "0"\nif __name__ == "__main__":\n    dataclasses.replace(job, epochs=1).run()',
+            False,
+        ),
+    ],
+    ids=["nothing", "an error", "a training"],
+)
+def test_a_jobs_file_started_as_a_program_says_that_it_has_trained_nothing(
+    mark: Mark, job_file: JobFile, end: str, tells: bool
+) -> None:
+    """`python train.py` ended with 0 and without a word."""
+    done = run(mark, job_file("linear.py", "import dataclasses", end))
+    told = "linear.py defines a training job, and nothing was trained: train it with `elche run linear.py`"
+    assert (done.returncode, told in done.stderr) == (int("raise" in end), tells), done.stderr
+
+
 ADAPTED = """
 def model():
     built = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
