@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 IMAGES = {"elche-coordinator:latest": "elche-test-coordinator", "elche-worker:latest": "elche-test-worker"}
 SPEED = 10.0
 """By which the times of liveness probes are divided."""
-EPOCHS = 40
+EPOCHS = 120
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ components: [{folder}/components/postgresql, {folder}/components/certificates]
 
 
 def test_two_coordinators_with_postgresql_and_certificates(here: Node, tmp_path: Path) -> None:
-    """The one that leads is deleted while a job trains: the other is ready at once."""
+    """The one that leads is deleted while a job trains: the other leads at once. Then both are replaced."""
     place = "/".join([".."] * (len(tmp_path.parts) - 1)) + str(FOLDER)
     (tmp_path / "kustomization.yaml").write_text(STANDBY.format(folder=place))
     objects = rendered(tmp_path)
@@ -145,6 +145,12 @@ def test_two_coordinators_with_postgresql_and_certificates(here: Node, tmp_path:
         second = leader()
         print(f"left in {took_s:.1f} s, and {time.monotonic() - began_s:.1f} s later {second.name} leads")
         assert second.name != first.name
+        until_ready(here.add_of_set(first.name))
+        assert second.leads(), "who comes back stands by"
+        here.delete(second)
+        assert leader().name == first.name
+        until_ready(here.add_of_set(second.name))
+        assert '"state": "training"' in elche("jobs", "--json")
         ended = json.loads(elche("watch", job, "--json").splitlines()[-1])
     assert ended["state"] == "succeeded", ended
     assert ended["committed_samples"] == [NUM_SAMPLES] * EPOCHS
