@@ -26,10 +26,11 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 
 import noted
 from programs import end, start_agent, start_coordinator
@@ -91,40 +92,48 @@ def measure(folder: Path, away_s: float, ride_out_s: float, policy: str) -> dict
 class Site:
     """A coordinator and two workers, each with its folder."""
 
+    environment: Mapping[str, str] = MappingProxyType({})
+    """Of its client."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._coordinator, self.address = start_coordinator(folder)
-        self._workers: dict[int, subprocess.Popen[bytes]] = {}
+        self.address = ""
+        self.workers: dict[int, subprocess.Popen[bytes]] = {}
+        self.start_coordinator("127.0.0.1:0")
         self.start_workers(*HOSTS)
 
-    def start_coordinator(self) -> None:
-        self._coordinator, _ = start_coordinator(self.folder, listen=self.address)
+    def client(self) -> Client:
+        file, tls = (self.environment.get(name) for name in ("ELCHE_TOKEN_FILE", "ELCHE_TLS"))
+        return Client(self.address, token=Path(file).read_text() if file else "", tls=tls, reconnect_s=120)
+
+    def start_coordinator(self, listen: str = "") -> None:
+        self.coordinator, self.address = start_coordinator(self.folder, listen=listen or self.address)
 
     def start_workers(self, *hosts: int) -> None:
         for host in hosts:
-            self._workers[host] = start_agent(self.folder, self.address, "cpu", name=f"work-{host}")
+            self.workers[host] = start_agent(self.folder, self.address, "cpu", name=f"work-{host}")
 
     def stop_coordinator(self) -> None:
-        self._coordinator.terminate()
-        self._coordinator.wait()
+        self.coordinator.terminate()
+        self.coordinator.wait()
 
     def stop_workers(self, *hosts: int) -> None:
         """SIGTERM to the agents, as from systemd with KillMode=mixed, or from docker."""
         for host in hosts:
-            self._workers[host].terminate()
+            self.workers[host].terminate()
         for host in hosts:
-            self._workers[host].wait()
+            self.workers[host].wait()
 
     def signal_all_of(self, host: int, number: int) -> None:
         """A signal to the agent and to all that it has started."""
-        os.killpg(self._workers[host].pid, number)
-        self._workers[host].wait()
+        os.killpg(self.workers[host].pid, number)
+        self.workers[host].wait()
 
     def kill_coordinator(self) -> None:
-        end(self._coordinator)
+        end(self.coordinator)
 
     def end(self) -> None:
-        for host, worker in self._workers.items():
+        for host, worker in self.workers.items():
             if worker.poll() is None:
                 self.signal_all_of(host, signal.SIGKILL)
         self.kill_coordinator()
@@ -188,6 +197,8 @@ def crash_of_all(site: Site) -> None:
 HOSTS = (0, 1)
 ACT_S = 20.0
 """How long the job would take without the act."""
+PAUSE_S = 0.5
+"""Of a rank: ten of its batches."""
 AWAY_S = 5.0
 """How long a host takes to start again."""
 ACTS: dict[str, Callable[[Site], None]] = {
@@ -202,6 +213,10 @@ ACTS: dict[str, Callable[[Site], None]] = {
 }
 
 
+ActOf = tuple[Callable[[Path], Site], Callable[[Site], None]]
+"""How a site is made of its folder, and what is done to it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
     """What one act has cost one job."""
@@ -213,15 +228,15 @@ class Cost:
     both_s: float
 
 
-def measure_act(folder: Path, act: Callable[[Site], None]) -> Cost:
+def measure_act(folder: Path, make_site: Callable[[Path], Site], act: Callable[[Site], None]) -> Cost:
     """One job with one act."""
     notes = folder / "notes"
     notes.mkdir()
     rate = (1 + 1 / SLOW) / BATCH_S
     num_batches = round(rate * ACT_S)
-    site = Site(folder)
+    site = make_site(folder)
     try:
-        client = Client(site.address, reconnect_s=120)
+        client = site.client()
         while len(client.hosts()) < len(HOSTS):
             time.sleep(0.1)
         environment = noted.environment(notes, BATCH_S, num_batches)
@@ -232,7 +247,7 @@ def measure_act(folder: Path, act: Callable[[Site], None]) -> Cost:
             time.sleep(0.1)
         began_s = time.monotonic()
         act(site)
-        result = handle.result()
+        result = site.client().job(handle.id).result()
     finally:
         site.end()
     made = noted.all_batches(notes)
@@ -267,41 +282,43 @@ def row(name: str, costs: Sequence[Cost]) -> str:
     return f"| {name} | {'; '.join(said)} | {' | '.join(figures)} |"
 
 
-def measure_acts(times: int, only: str) -> str:
+def measure_acts(times: int, only: str, acts: Mapping[str, ActOf]) -> str:
     """The table, of which each line is printed when it is there."""
     rows = [
         "| act | every sample once | trained again | nobody trains, s | both train again after, s |",
         "|---|---|---|---|---|",
     ]
     print(*rows, sep="\n", flush=True)
-    for name, act in ACTS.items():
+    for name, (make_site, act) in acts.items():
         if only not in name:
             continue
         costs = []
         for _ in range(times):
             with tempfile.TemporaryDirectory() as folder:
-                costs.append(measure_act(Path(folder), act))
+                costs.append(measure_act(Path(folder), make_site, act))
         rows.append(row(name, costs))
         print(rows[-1], flush=True)
     return "\n".join(rows) + "\n"
 
 
-def write(table: str) -> None:
-    """Puts the table in the place of that of the page."""
+def write(table: str, name: str = "acts") -> None:
+    """Puts the table in the place of the page's of this name."""
     path = Path(__file__).parents[1] / "docs" / "reliability.md"
     page = path.read_text()
-    new, found = re.subn(r"(?<=<!-- acts -->\n).*?(?=<!-- end -->)", lambda _: table, page, flags=re.DOTALL)
-    assert found == 1, f"{path} has no table of acts"
+    new, found = re.subn(rf"(?<=<!-- {name} -->\n).*?(?=<!-- end -->)", lambda _: table, page, flags=re.DOTALL)
+    assert found == 1, f"{path} has no table {name}"
     path.write_text(new)
 
 
 def _both_since(notes: Path, began_s: float) -> float:
-    """When both ranks had made a batch after the longest pause that each had from then on; never, if one made none."""
+    """When both ranks had made a batch after the longest pause that each had from then on; never, if one made none. A
+    pause of less than `PAUSE_S` is none.
+    """
     ends = []
     for rank in range(2):
         times = [began_s, *(at_s for _, at_s in noted.all_batches(notes, rank) if at_s > began_s)]
         longest = max(pairwise(times), key=lambda pair: pair[1] - pair[0], default=(began_s, math.inf))
-        ends.append(longest[1])
+        ends.append(longest[1] if longest[1] - longest[0] >= PAUSE_S else began_s)
     return max(ends)
 
 
@@ -318,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.write and (options.only or not options.acts):
         parser.error("--write takes the whole table of --acts")
     if options.acts:
-        table = measure_acts(options.times, options.only)
+        table = measure_acts(options.times, options.only, {name: (Site, act) for name, act in ACTS.items()})
         if options.write:
             write(table)
         return

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -30,23 +31,34 @@ def elche_run(
     return json.loads(done.stdout.splitlines()[-1]), record
 
 
-def start_coordinator(folder: Path, *options: str, listen: str = "127.0.0.1:0") -> "tuple[subprocess.Popen[str], str]":
+def start_coordinator(
+    folder: Path, *options: str, listen: str = "127.0.0.1:0", environment: Mapping[str, str] = MappingProxyType({})
+) -> "tuple[subprocess.Popen[str], str]":
     """A coordinator on the folder, and its HOST:PORT; returns once it listens."""
     command = [sys.executable, "-m", "elche_coordinator", "--listen", listen, "--http", "127.0.0.1:0"]
     command += ["--data", str(folder / "data"), "--exit-with-stdin", *options]
     pipe = subprocess.PIPE
     with (folder / "coordinator.log").open("a") as log:
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)
+        env = {**os.environ, **environment}
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=env)
     assert process.stdout is not None
     return process, process.stdout.readline().split()[-1]
 
 
-def start_agent(folder: Path, coordinator: str, devices: str, *, name: str = "work") -> "subprocess.Popen[bytes]":
+def start_agent(
+    folder: Path,
+    coordinator: str,
+    devices: str,
+    *,
+    name: str = "work",
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> "subprocess.Popen[bytes]":
     """An agent that offers devices, such as "cpu,cpu", with its jobs in the folder `name`; it leads its own session."""
     command = [sys.executable, "-m", "elche_worker.agent", "--coordinator", coordinator, "--devices", devices]
     command += ["--work-dir", str(folder / name), "--exit-with-stdin"]
     with (folder / f"{name}.log").open("a") as log:
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=log, start_new_session=True)
+        env = {**os.environ, **environment}
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=log, start_new_session=True, env=env)
 
 
 def end(*processes: "subprocess.Popen[Any]") -> None:

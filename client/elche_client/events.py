@@ -46,6 +46,8 @@ class JobView(views.JobView):
 
     state: JobState = JobState.UNKNOWN
     submitted_at: datetime | None = None
+    resume: str = ""
+    """Folder of checkpoints from which it began, or would begin again; empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

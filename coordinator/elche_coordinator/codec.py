@@ -223,9 +223,9 @@ def spec_message(spec: JobSpec, source: str) -> job_pb2.JobSpec:
     return to_message(spec, job_pb2.JobSpec, source=source, replay=(), submitted_by="")
 
 
-def view_message(view: JobView) -> job_pb2.JobView:
-    """The message of a job's view."""
-    message = to_message(view, job_pb2.JobView, state=STATES[view.state], submitted_at=None)
+def view_message(view: JobView, resume: str = "") -> job_pb2.JobView:
+    """The message of a job's view, with the folder of checkpoints from which it begins."""
+    message = to_message(view, job_pb2.JobView, state=STATES[view.state], submitted_at=None, resume=resume)
     _bound(message.checkpoints)
     message.submitted_at.FromMilliseconds(int(view.submitted_at * 1000))
     return message

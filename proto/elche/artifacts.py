@@ -37,6 +37,8 @@ LAST = "last.safetensors"
 RECORD = "record.json"
 CHECKPOINTS = "checkpoints"
 CHUNK_BYTES = 1 << 20
+NOT_STORED = "not stored yet"
+"""In the text on an ended job's artifacts while a host has something of it that the store has not."""
 DRAFT = re.compile(r"\..*\.draft")
 MAX_REASON_CHARS = 300
 MAX_SCHEME_CHARS = 40

@@ -11,11 +11,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from elche.artifacts import CHUNK_BYTES, MANIFEST, StoreFolder, _Folder, problem_of, reason_of
+from elche.artifacts import CHUNK_BYTES, MANIFEST, NOT_STORED, StoreFolder, _Folder, problem_of, reason_of
 from elche.errors import InvalidJob
 from elche.v1 import agent_pb2, job_pb2
 from elche_coordinator.archive.artifacts import MAX_AT_ONCE, Artifacts, _check
 from elche_coordinator.config import CannotStart
+from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.services.submission import check_spec
 from elche_worker.agent.artifacts import ArtifactWriter
 from elche_worker.process.rank_files import RankFiles
@@ -247,3 +248,14 @@ def test_the_end_of_a_stored_log(tmp_path: Path) -> None:
     assert asyncio.run(end(len(lines[2]) + 1, with_times=False)) == b"four"
     with pytest.raises(InvalidJob, match="it is gone"):
         asyncio.run(anext(found.log_end((), "damaged", 0, 1, "it is gone")))
+
+
+def test_what_is_to_be_stored_is_said_to_be_missing_from_the_end_on(tmp_path: Path) -> None:
+    """Else it could be removed from its host while a store hangs in the first attempt."""
+    these = artifacts(str(tmp_path), {})
+    vars(these._catalogue).update(spec=lambda job_id: None)
+    these._add(JobId("job"))
+    assert these._catalogue.artifacts == {"job": NOT_STORED}
+    del these._waiting["job"]
+    these._update_text("job")
+    assert these._catalogue.artifacts == {}, "a job without ranks has left nothing"

@@ -97,7 +97,7 @@ PAIRS: dict[tuple[Any, Any], tuple[set[str], set[str]]] = {
     (Token, access_pb2.Token): (set(), set()),
     (describe.JobView, job_pb2.JobView): (
         {one.name for one in fields(describe.JobView)} - {one.name for one in fields(client.JobView)},
-        set(),
+        {"resume"},
     ),
     (describe.RankView, job_pb2.RankView): (
         {one.name for one in fields(describe.RankView)} - {one.name for one in fields(client.RankView)},

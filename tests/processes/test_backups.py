@@ -102,8 +102,10 @@ def test_what_cannot_be_backed_up_or_restored_is_said_in_a_line(mark: Mark, tmp_
     with coordinator(mark, tmp_path) as one:
         none = run(mark, tmp_path, "backup", "copy", "--data", "nowhere")
         assert (none.code, none.complaint) == (
-            2, "elche-coordinator: nowhere has no database of a coordinator: name its folder with --data",
-        )  # fmt: skip
+            2,
+            "elche-coordinator: nowhere has no database of a coordinator: name its folder with --data, or use pg_dump "
+            "for PostgreSQL",
+        )
         assert run(mark, tmp_path, "backup", "copy", "--data", one.data).code == 0
         assert "copy exists" in run(mark, tmp_path, "backup", "copy", "--data", one.data).complaint
         assert "another coordinator uses" in run(mark, tmp_path, "restore", "copy", "--data", one.data).complaint

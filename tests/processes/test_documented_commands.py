@@ -179,6 +179,7 @@ def test_a_command_is_run_here_or_at_a_coordinator() -> None:
         "hosts",
         "doctor",
         "drain",
+        "prune",
         "token",
         "context",
         "chaos",
@@ -244,6 +245,8 @@ def test_a_sweep_is_run_and_cancelled(lab: Lab) -> None:
 
 def test_hosts_tokens_and_contexts(lab: Lab) -> None:
     (host,) = {device.host for device in lab.client.hosts()}
+    for words in of("prune"):
+        lab.run(words, **dict.fromkeys(("/srv/elche-artifacts", "/srv/elche"), str(lab.folder / "work")))
     for words in of("hosts", "doctor", "drain"):
         lab.run(words, HOST=host, **{"gpu-1": host, "gpu-3": host})
     lab.client.drain(host, is_drained=False)

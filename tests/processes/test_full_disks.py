@@ -49,7 +49,9 @@ def test_the_store_cannot_be_written_for_a_while(
     with full_disk(cluster.coordinator.process.pid):
         eventually(lambda: is_quiet(story), "no round is told")
         said = elche("jobs", "--coordinator", cluster.coordinator.address).out
-        assert "all jobs wait: the coordinator cannot write its records (" in said
+        assert "all jobs wait: the coordinator cannot write its records (disk I/O error; " in said
+        # Of a quota SQLite says no more than that.
+        assert f"{cluster.coordinator.data} cannot be written (File too large): make room there" in said
     told = len(story.of(RoundReport))
     eventually(lambda: len(story.of(RoundReport)) > told, "they are told again")
     assert "all jobs wait" not in elche("jobs", "--coordinator", cluster.coordinator.address).out

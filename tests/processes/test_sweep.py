@@ -70,6 +70,31 @@ def test_a_sweep_that_is_stopped_and_run_again_goes_on(
         assert all(view.name.startswith("linear-") for view in client.jobs())
 
 
+def test_a_sweep_outlasts_a_restart_of_the_coordinator(mark: Mark, tmp_path: Path, train: Path) -> None:
+    (tmp_path / "again").mkdir()
+    (tmp_path / "sweep.yaml").write_text(
+        f"job: {train.name}\nmetric: distance\nsettings: {{epochs: 1}}\narguments: {{--rate: [0.25, 0.125]}}\n"
+    )
+    with coordinator(mark, tmp_path) as one, Client(one.address, token="") as client:
+        command = [sys.executable, "-m", "elche_client", "sweep", "sweep.yaml", "--coordinator", one.address]
+        sweep = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=mark.environment(None), cwd=tmp_path
+        )
+        eventually(lambda: len(client.jobs()) == 2 or sweep.poll(), "its trials wait for a worker")
+        one.process.kill()
+    assert sweep.stderr is not None
+    assert "no coordinator answers" in (said := sweep.stderr.readline()), said
+    assert "retrying for 60 s" in said
+    with (
+        coordinator(mark, tmp_path / "again", data=one.data, listen=one.address) as two,
+        agent(mark, tmp_path, two.address),
+        Client(two.address, token="") as client,
+    ):
+        _, rest = sweep.communicate(timeout=400)
+        assert sweep.returncode == 0, rest
+        assert len(client.jobs()) == 2, "no trial is submitted again"
+
+
 @pytest.mark.long(reason="client/test_sweep.py chooses them")
 def test_the_best_of_a_halving_go_on_from_their_checkpoints(
     mark: Mark, tmp_path: Path, train: Path, elche: Callable[..., Command]

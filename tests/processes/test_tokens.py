@@ -211,6 +211,10 @@ def test_a_token_that_is_revoked_or_has_expired_ends_what_it_has_open(lab: Lab, 
     for thread in threads:
         thread.join(400)
     assert set(ended) == {"gone", "brief"}
+    said = [
+        line for line in lab.coordinator.log.read_text().splitlines() if "has expired, by this machine's clock" in line
+    ]
+    assert [f"the token brief ({brief.id})" in line for line in said] == [True]
     with pytest.raises(NotAllowed, match="the token is wrong, expired or revoked"):
         lab.client("gone").jobs()
     assert lab.http("brief", "/metrics")[0] == 401

@@ -170,6 +170,8 @@ class Node:
     pods: dict[str, Pod] = field(default_factory=dict)
     templates: dict[str, Object] = field(default_factory=dict)
     """The Deployments' pods."""
+    sets: dict[str, Object] = field(default_factory=dict)
+    """The StatefulSets, by the names of their pods."""
     jobs: dict[tuple[str, str], Object] = field(default_factory=dict)
     """The pods of JobSets' jobs."""
     config_maps: list[Object] = field(default_factory=list)
@@ -188,7 +190,8 @@ class Node:
             match one["kind"]:
                 case "StatefulSet":
                     for number in range(spec["replicas"]):
-                        self._add_of_set(f"{name}-{number}", spec)
+                        self.sets[f"{name}-{number}"] = spec
+                        self.add_of_set(f"{name}-{number}")
                 case "Deployment":
                     self.templates[name] = spec["template"]
                     for _ in range(spec["replicas"]):
@@ -210,12 +213,14 @@ class Node:
         name = f"{jobset}-{job}-0-{index}"
         return self._start(name, self.jobs[jobset, job], [f"{name}.{jobset}"])
 
-    def _add_of_set(self, name: str, spec: Object) -> None:
+    def add_of_set(self, name: str) -> Pod:
+        """A pod of a StatefulSet, with its claims: the next one where it was deleted."""
+        spec = self.sets[name]
         pod = copy.deepcopy(spec["template"]["spec"])
         for claim in spec.get("volumeClaimTemplates", ()):
             volume = claim["metadata"]["name"]
             pod["volumes"].append({"name": volume, "persistentVolumeClaim": {"claimName": f"{volume}-{name}"}})
-        self._start(name, pod, [f"{name}.{spec['serviceName']}", "elche"])
+        return self._start(name, pod, [f"{name}.{spec['serviceName']}", "elche"])
 
     def _start(self, name: str, spec: Object, names: list[str]) -> Pod:
         spec = copy.deepcopy(spec)

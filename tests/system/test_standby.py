@@ -26,8 +26,8 @@ from elche_coordinator.lifecycle.leadership import Leadership
 from elche_coordinator.storage.sql.election import Election
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.storage.store import JobRow, Replaced, Standing
-from support.postgresql import Server, postgresql
-from support.real_processes import Mark, agent, eventually
+from support.postgresql import Server, binary, postgresql
+from support.real_processes import Agent, Mark, agent, command, eventually
 from support.scraped import Scraped
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
@@ -62,6 +62,7 @@ class Lab:
     pages: dict[str, int] = field(default_factory=dict)
     """Ports of their pages, /metrics and probes."""
     processes: dict[str, "subprocess.Popen[str]"] = field(default_factory=dict)
+    host: Agent | None = None
 
     @property
     def addresses(self) -> str:
@@ -135,7 +136,7 @@ def two_coordinators(store: str, folder: Path, mark: Mark) -> Iterator[Lab]:
         lab.until_said("a", LISTENS)
         lab.start("b")
         lab.until_said("b", "leads; waiting to take over")
-        stack.enter_context(agent(mark, folder, lab.addresses))
+        lab.host = stack.enter_context(agent(mark, folder, lab.addresses))
         yield lab
     mark.assert_none_left()
 
@@ -258,6 +259,32 @@ def test_a_leader_in_order(lab: Lab) -> None:
     lab.until_said("b", LISTENS)
     assert lab.processes["a"].wait(400) == 0
     ends_exactly(job, lab, ranks)
+
+
+def test_a_dump_that_is_made_while_a_job_trains_is_restored(lab: Lab, server: Server) -> None:
+    """As docs/operating.md says. `elche-coordinator backup` names `pg_dump`: it took a file that was not used."""
+    job, _ = lab.train()
+    refused = command(
+        lab.mark, "elche_coordinator", "backup", "copy", "--data", "a", cwd=lab.folder, env={"ELCHE_STORE": lab.store}
+    )
+    assert (refused.code, "pg_dump" in refused.complaint) == (2, True), refused
+    dump = lab.folder / "dump.sql"
+    subprocess.run([binary("pg_dump"), "--file", str(dump), lab.store], check=True)
+    epoch = epoch_of(job)
+    eventually(lambda: epoch_of(job) > epoch, "it trains on")
+    assert lab.host is not None
+    for process in (*lab.processes.values(), lab.host.process):
+        process.terminate()
+    for process in (*lab.processes.values(), lab.host.process):
+        assert process.wait(400) == 0
+    restored = server.new_database("restored")
+    load = [binary("psql"), "--quiet", "--set", "ON_ERROR_STOP=1", "--file", str(dump), restored]
+    subprocess.run(load, check=True, stdout=subprocess.DEVNULL)
+    for name in ("a", "b"):
+        lab.start(name, restored)
+    lab.stack.enter_context(agent(lab.mark, lab.folder, lab.addresses))
+    lab.may_end.touch()
+    assert job.result().committed_samples == (NUM_SAMPLES,) * EPOCHS
 
 
 def test_a_leader_without_the_database(store: str, server: Server, tmp_path: Path, mark: Mark) -> None:

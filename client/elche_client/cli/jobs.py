@@ -453,3 +453,28 @@ def cancel(job: str, address: str, as_json: bool) -> int:
     from elche_client.commands import remote
 
     return remote.cancel(job, address, as_json=as_json)
+
+
+@click.command()
+@click.argument("place", type=click.Path(path_type=Path))
+@click.option("--days", type=click.FloatRange(min=0), metavar="N", help="Remove what was last written over N days ago.")
+@click.option("--gib", type=click.FloatRange(min=0), metavar="N", help="Then the oldest, until the rest is N GiB.")
+@click.option("--dry-run", "is_dry", is_flag=True, help="Only say what would be removed.")
+@address_option
+@json_option
+def prune(place: Path, days: float | None, gib: float | None, is_dry: bool, address: str, as_json: bool) -> int:
+    """Remove the files of ended jobs in PLACE: the --work-dir of a worker, or a folder that is an artifact store.
+
+    Run it where PLACE is, as its owner. It removes folders that are named after jobs of this coordinator that have
+    ended. Those stay from which a job goes on that has not ended, and those that are not yet in the artifact store.
+
+    \b
+    Examples:
+      elche prune /srv/elche --days 30 --gib 500 --dry-run
+      elche prune /srv/elche-artifacts --days 365
+    """
+    from elche_client.commands import prune as pruning
+
+    if days is None and gib is None:
+        raise click.UsageError("say how much stays: --days N, --gib N or both")
+    return pruning.prune(place, address, days=days, gib=gib, is_dry=is_dry, as_json=as_json)

@@ -320,7 +320,7 @@ cli.add_section(
     *(jobs.submit, jobs.sweep, jobs.jobs, jobs.watch, jobs.top, jobs.logs, jobs.fetch),
     *(jobs.checkpoint, checkpoints, jobs.pause, jobs.scale, jobs.cancel),
 )
-cli.add_section("Cluster", jobs.hosts, jobs.drain, up, agents, down)
+cli.add_section("Cluster", jobs.hosts, jobs.drain, jobs.prune, up, agents, down)
 cli.add_section("Debug", jobs.doctor, jobs.timeline, jobs.journal, audit, chaos)
 cli.add_section("Access", context, token, certs)
 

@@ -4,6 +4,7 @@ Every trial has a key made of the sweep's files. So the command may be stopped a
 trials, which go on meanwhile.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -16,8 +17,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from elche.errors import InvalidJob, JobFailed, UnknownJob
-from elche_client.client import Client, JobHandle
+from elche.errors import InvalidJob, JobFailed, UnknownJob, Unreachable
+from elche_client.client import RECONNECT_S, Client, JobHandle
 from elche_client.commands.interrupts import interrupted
 from elche_client.commands.sweep import Results, Sweep, Trial, halved, read_sweep, trials
 from elche_client.display.formatting import figure, printable
@@ -269,10 +270,21 @@ def _search(definition: Sweep) -> Search:
 def _follow(runner: Runner) -> bool:
     """Follows the trials until all have ended; returns False if it is interrupted before."""
     console = Console(stderr=True, highlight=False)
+    reached_s = lost_s = -math.inf
     with interrupted() as stop, Live(console=console, auto_refresh=False, transient=True) as live:
         while not stop.is_set():
             before = len(runner.results)
-            runner.step()
+            try:
+                runner.step()
+                reached_s = time.monotonic()
+            except Unreachable as error:  # it is started again, say; trials have keys, and are not submitted twice
+                if time.monotonic() - reached_s >= RECONNECT_S:
+                    raise
+                if reached_s > lost_s:
+                    print_notice(f"{error}; retrying for {RECONNECT_S:.0f} s")
+                lost_s = time.monotonic()
+                stop.wait(POLL_S)
+                continue
             if console.is_terminal:
                 live.update(runner.table(), refresh=True)
             elif len(runner.results) > before:

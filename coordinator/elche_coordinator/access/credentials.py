@@ -48,3 +48,5 @@ class Credentials:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, LOOK_EVERY_S) if isfinite(left_s) else None):
                     await grant.revoked.wait()
+        if not grant.revoked.is_set():
+            self._tokens.tell_end(grant)

@@ -2,15 +2,19 @@
 
 import asyncio
 import hashlib
+import logging
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 from elche.errors import InvalidJob
 from elche.token import Role
 from elche_coordinator.roles import TokenRecord
 from elche_coordinator.storage.sql.store import SqlStore
+
+log = logging.getLogger(__name__)
 
 PREFIX = "elche_"
 """Prefix of tokens, by which scanners for secrets find them."""
@@ -28,6 +32,8 @@ class Grant:
 
     token: TokenRecord
     revoked: asyncio.Event = field(default_factory=asyncio.Event)
+    is_end_told: bool = False
+    """True if the log has said that it has expired."""
 
 
 class IssuedTokens:
@@ -92,6 +98,15 @@ class IssuedTokens:
     def left_s(self, grant: Grant) -> float:
         """Seconds until the token expires; infinite if it does not."""
         return grant.token.expires_at - self._now() if grant.token.expires_at else float("inf")
+
+    def tell_end(self, grant: Grant) -> None:
+        """Says once in the log that the token has expired, by which clock: all workers that have it exit."""
+        if not grant.is_end_told:
+            grant.is_end_told = True
+            log.warning(
+                "the token %s (%s) has expired, by this machine's clock at %s: what was opened with it ends",
+                *(grant.token.name, grant.token.id, datetime.fromtimestamp(grant.token.expires_at, UTC)),
+            )
 
 
 def _hash(text: str) -> str:

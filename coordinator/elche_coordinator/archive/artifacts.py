@@ -20,7 +20,17 @@ from pathlib import PurePath
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from elche.artifacts import CHECKPOINTS, MANIFEST, RECORD, StoreFolder, check_known, problem_of, rank_log, reason_of
+from elche.artifacts import (
+    CHECKPOINTS,
+    MANIFEST,
+    NOT_STORED,
+    RECORD,
+    StoreFolder,
+    check_known,
+    problem_of,
+    rank_log,
+    reason_of,
+)
 from elche.errors import ElcheError, HostAway, InvalidJob
 from elche.manifest import EMA, WEIGHTS
 from elche.v1 import agent_pb2
@@ -160,6 +170,8 @@ class Artifacts:
         self._waiting = {
             job_id: self._new_wait(job_id) for job_id in self._catalogue.job_ids() if self._lacking(job_id)
         }
+        for job_id in self._waiting:
+            self._update_text(job_id)
         self._driver.watchers.on_ended(self._add)
         known: set[AgentId] = set()
         while True:
@@ -191,6 +203,7 @@ class Artifacts:
         if not self._store_of(job_id):
             return
         self._waiting[job_id] = self._new_wait(job_id)
+        self._update_text(job_id)
         self._wake.set()
 
     async def _store_job(self, job_id: str, wait: _Wait) -> None:
@@ -301,9 +314,11 @@ class Artifacts:
         kept, wait = self._kept.get(job_id, {}), self._waiting.get(job_id)
         lacks = [f"{name} was not on its host" for one in kept.values() for name in one["missing"]]
         told = [self._place_of(job_id), *lacks] if kept else []
-        told += [f"not stored yet: {wait.reason}"] if wait is not None and wait.reason else []
+        told += [f"{NOT_STORED}: {wait.reason}" if wait.reason else NOT_STORED] if wait is not None else []
         if told:
             self._catalogue.artifacts[job_id] = "; ".join(told)
+        else:
+            self._catalogue.artifacts.pop(job_id, None)
 
     def _place_of(self, job_id: str) -> str:
         """The address of the folder in which a job's files are stored."""

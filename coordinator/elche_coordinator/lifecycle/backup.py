@@ -23,6 +23,8 @@ from elche_coordinator.storage.tape import BACKED_UP
 
 ABOUT = "backup.json"
 """File in the copy with the time at which it was made, the revision of its tables, and its number of jobs."""
+STORE = "ELCHE_STORE"
+"""Environment variable of a coordinator whose database is not in its folder."""
 BUNDLES = "bundles"
 """Folder of bundles, in a coordinator's folder and in its copy."""
 
@@ -31,8 +33,12 @@ def back_up(data: Path, to: Path) -> str:
     """Copies a coordinator's folder into a new one, which appears when it is complete. Returns a line on its contents.
     Raises `CannotStart`.
     """
+    if os.environ.get(STORE):  # a file of before may be in the folder, too
+        raise CannotStart(f"{STORE} names a PostgreSQL database: back that up with pg_dump")
     if not (data / DATABASE).is_file():
-        raise CannotStart(f"{data} has no database of a coordinator: name its folder with --data")
+        raise CannotStart(
+            f"{data} has no database of a coordinator: name its folder with --data, or use pg_dump for PostgreSQL"
+        )
     if to.exists():
         raise CannotStart(f"{to} exists: name a folder that does not")
     draft: Path | None = None

@@ -5,7 +5,6 @@ import fcntl
 import logging
 import os
 import socket
-import sqlite3
 import stat
 import sys
 import threading
@@ -18,6 +17,7 @@ from elche.network import split_address
 from elche_coordinator.config import CannotStart, Config
 from elche_coordinator.lifecycle.leadership import Leadership
 from elche_coordinator.storage.bundles import SharedBundles
+from elche_coordinator.storage.sql.database import is_of_the_disk
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.storage.store import BadStore, DamagedStore, StoreFailed, reason_of
 
@@ -27,12 +27,8 @@ DATABASE = "elche.sqlite"
 LOCK = "lock"
 """File of the folder that the coordinator on it keeps locked."""
 COPY_EVERY_S = 5.0
-OF_THE_DISK = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
-"""SQLite's errors of a disk that is full, broken or may not be written, as after a restore by another user."""
 LOOK_EVERY_S = 1.0
 """Seconds between two looks whether the database is still where it was."""
-PRIMARY = 0xFF
-"""The bits of an error's number that say its kind."""
 
 
 def open_store(config: Config) -> SqlStore:
@@ -70,8 +66,7 @@ def loading(store: SqlStore) -> Iterator[None]:
     try:
         yield
     except StoreFailed as error:
-        code = getattr(getattr(error.__cause__, "orig", None), "sqlite_errorcode", 0)
-        if store.is_shared or code & PRIMARY in OF_THE_DISK:
+        if store.is_shared or is_of_the_disk(error.__cause__):
             raise CannotStart(f"the database {store.name} cannot be used: {error.reason}") from error
         raise DamagedStore(store.name, error.reason) from error
 

@@ -210,7 +210,8 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         return requests.own_view(self._catalogue, job_id)
 
     def _message(self, job_id: str) -> job_pb2.JobView:
-        return _view_message(self._catalogue.known_view(job_id))
+        spec = self._catalogue.spec(job_id)
+        return _view_message(self._catalogue.known_view(job_id), "" if spec is None else spec.resume)
 
     async def _responses(
         self, job_id: str, queue: SendQueue[job_pb2.WatchJobResponse]
@@ -267,10 +268,10 @@ def _page_start(token: str) -> int:
     return int(token)
 
 
-def _view_message(view: JobView) -> job_pb2.JobView:
+def _view_message(view: JobView, resume: str) -> job_pb2.JobView:
     """The view as a message. A job whose figures do not fit the message is shown without any."""
     try:
-        return codec.view_message(view)
+        return codec.view_message(view, resume)
     except (ValueError, TypeError, OverflowError, KeyError) as error:
         log.warning("job=%s cannot be shown: %r", view.job_id, error)
         why = f"its figures cannot be shown: {error}"

@@ -1103,6 +1103,7 @@ class JobView(_message.Message):
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
     NUM_CHECKPOINT_FAILURES_FIELD_NUMBER: _builtins.int
     ARTIFACTS_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id, unique for a coordinator's database."""
     name: _builtins.str
@@ -1141,6 +1142,8 @@ class JobView(_message.Message):
     """Of a job that has ended: where in the artifact store its model and logs are, or why not yet, as text for people; empty:
     there is no store.
     """
+    resume: _builtins.str
+    """Folder of another job's checkpoints, or one of its own, from which it began or would begin again; empty: none."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankView]:
         """Every rank, in rank order; of a job with very many, the first ones."""
@@ -1177,10 +1180,11 @@ class JobView(_message.Message):
         checkpoints: _abc.Iterable[Global___Checkpoint] | None = ...,
         num_checkpoint_failures: _builtins.int = ...,
         artifacts: _builtins.str = ...,
+        resume: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_eta_s", b"_eta_s", "_loss", b"_loss", "eta_s", b"eta_s", "loss", b"loss", "submitted_at", b"submitted_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eta_s", b"_eta_s", "_loss", b"_loss", "anchor", b"anchor", "artifacts", b"artifacts", "backend", b"backend", "checkpoints", b"checkpoints", "dataset_size", b"dataset_size", "epoch", b"epoch", "epoch_committed", b"epoch_committed", "epoch_processed", b"epoch_processed", "eta_s", b"eta_s", "job_id", b"job_id", "loss", b"loss", "name", b"name", "num_checkpoint_failures", b"num_checkpoint_failures", "num_epochs", b"num_epochs", "num_rounds", b"num_rounds", "pacing", b"pacing", "ranks", b"ranks", "reason", b"reason", "samples_per_s", b"samples_per_s", "state", b"state", "submitted_at", b"submitted_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eta_s", b"_eta_s", "_loss", b"_loss", "anchor", b"anchor", "artifacts", b"artifacts", "backend", b"backend", "checkpoints", b"checkpoints", "dataset_size", b"dataset_size", "epoch", b"epoch", "epoch_committed", b"epoch_committed", "epoch_processed", b"epoch_processed", "eta_s", b"eta_s", "job_id", b"job_id", "loss", b"loss", "name", b"name", "num_checkpoint_failures", b"num_checkpoint_failures", "num_epochs", b"num_epochs", "num_rounds", b"num_rounds", "pacing", b"pacing", "ranks", b"ranks", "reason", b"reason", "resume", b"resume", "samples_per_s", b"samples_per_s", "state", b"state", "submitted_at", b"submitted_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__eta_s: _TypeAlias = _typing.Literal["eta_s"]  # noqa: Y015
     _WhichOneofArgType__eta_s: _TypeAlias = _typing.Literal["_eta_s", b"_eta_s"]  # noqa: Y015

@@ -1,6 +1,9 @@
 """The SQL database of a coordinator: a file of SQLite, or PostgreSQL, which several coordinators share."""
 
 import logging
+import os
+import sqlite3
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +25,12 @@ REFUSALS = (
     *("invalid ", "could not match"),  # of a URL
 )
 """Messages of PostgreSQL, for which its drivers have no code, of errors for which a retry does not help."""
+OF_THE_DISK = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
+"""SQLite's errors of a disk that is full, broken or may not be written, as after a restore by another user."""
+PRIMARY = 0xFF
+"""The bits of an error's number that say its kind."""
+TRIED_BYTES = 1 << 20
+"""What is written to find out why SQLite cannot: it leaves a quota, or a limit, hardly room for less."""
 NETWORK_S = 5
 """Seconds after which a connection without answers is closed."""
 POSTGRESQL_OPTIONS: dict[str, Any] = {
@@ -113,13 +122,35 @@ artifacts = sa.Table(
 
 
 @contextmanager
-def converted_errors() -> Iterator[None]:
-    """Converts errors of the database to `StoreFailed`, which is final if the database has refused the statement."""
+def converted_errors(folder: Path | None = None) -> Iterator[None]:
+    """Converts errors of the database to `StoreFailed`, which is final if the database has refused the statement.
+    `folder`: that of a file of SQLite, whose "disk I/O error" may be a quota.
+    """
     try:
         yield
     except sa.exc.SQLAlchemyError as error:
         is_refused = not isinstance(error, sa.exc.DBAPIError) or any(text in str(error.orig) for text in REFUSALS)
-        raise StoreFailed(reason_of(error), is_final=is_refused) from error
+        why = f"; {problem}" if folder is not None and (problem := _problem_of(folder, error)) else ""
+        raise StoreFailed(f"{reason_of(error)}{why}", is_final=is_refused) from error
+
+
+def is_of_the_disk(error: BaseException | None) -> bool:
+    """True for an error of SQLite's that is one of its file's disk."""
+    return getattr(getattr(error, "orig", None), "sqlite_errorcode", 0) & PRIMARY in OF_THE_DISK
+
+
+def _problem_of(folder: Path, error: sa.exc.SQLAlchemyError) -> str:
+    """What the system says of a write beside SQLite's file, and what to do; empty if that is not why SQLite failed."""
+    if not is_of_the_disk(error):
+        return ""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(TRIED_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as found:
+        return f"{folder} cannot be written ({found.strerror}): make room there, or have the limit raised"
+    return ""
 
 
 class Database:
@@ -170,6 +201,10 @@ class Database:
         url = self._engine.url
         return url.render_as_string(hide_password=True) if self.is_shared else str(url.database)
 
+    @property
+    def _folder(self) -> Path | None:
+        return None if self.is_shared else Path(self.name).parent
+
     def connect(self) -> sa.Connection:
         """A connection of its own."""
         return self._engine.connect()
@@ -177,7 +212,7 @@ class Database:
     @contextmanager
     def reading(self) -> Iterator[sa.Connection]:
         """A connection of its own. Raises `StoreFailed`."""
-        with converted_errors(), self._engine.connect() as connection:
+        with converted_errors(self._folder), self._engine.connect() as connection:
             yield connection
 
     @contextmanager
@@ -187,7 +222,7 @@ class Database:
             with self.reading() as own, self.writing(own):
                 yield own
             return
-        with converted_errors(), connection.begin():
+        with converted_errors(self._folder), connection.begin():
             if self._term:
                 self._check_term(connection)
             yield connection

@@ -110,7 +110,7 @@ class SqlStore(Database):
 
     def _connected(self) -> sa.Connection:
         if self._writer is None:
-            with converted_errors():
+            with converted_errors(self._folder):
                 connection = self.connect()
                 if not self.is_shared:
                     connection.execute(sa.text("PRAGMA journal_mode = WAL"))
