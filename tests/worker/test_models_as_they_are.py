@@ -484,3 +484,25 @@ def test_a_foreign_object_in_an_optimizer_is_named_before_training() -> None:
     optimizer.param_groups[0]["note"] = object()
     with pytest.raises(InvalidJob, match=r"optimizers\[0\]\['param_groups'\]\[0\]\['note'\] is of type object"):
         check_state([optimizer])
+
+
+class Unloadable(torch.optim.SGD):
+    """Reads in its state what it does not save."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        for group in self.param_groups:
+            group["lr"] = state["rate"]
+
+
+def test_an_optimizer_that_cannot_load_its_state_is_refused_and_one_that_can_stays_as_it_is() -> None:
+    """KeyError: 'rate', but only in the job that was to go on from a checkpoint, days later."""
+    with pytest.raises(InvalidJob, match="Unloadable cannot load its own state_dict.*KeyError: 'rate'"):
+        check_state([Unloadable([nn.Parameter(torch.zeros(1))], lr=0.1)])
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1, requires_grad=True))])
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+    optimizer.step()
+    groups, state = optimizer.param_groups[0], optimizer.state
+    check_state([optimizer])
+    assert optimizer.param_groups[0] is groups
+    assert optimizer.state is state

@@ -19,6 +19,7 @@ from elche_worker.device.transfer import InParts, bounds_of, like_mapping, like_
 from elche_worker.model.modes import begin_training
 from elche_worker.model.savable import check_steps, needs_closure, problem_of_model, take_form
 from elche_worker.model.trial import unchanged
+from elche_worker.model.wrapped import complete
 from elche_worker.user.job import JobDefinition
 from elche_worker.user.loading import refused
 from elche_worker.user.scalars import MAX_NAME_CHARS, Sum, described, number_of, take_scalars, wide
@@ -100,6 +101,8 @@ def build_model(
     except BaseException as error:
         raise refused(error, file_name) from None
     _check_optimizers(built, file_name)
+    for optimizer in built.all_optimizers:
+        complete(optimizer)
     if not job.manual_optimization:
         check_steps(built.all_optimizers)
     begin_training(built.all_optimizers)
