@@ -388,6 +388,15 @@ def test_a_signal_cancels_the_job_and_leaves_no_process(place: Path, number: int
     assert "Traceback" not in errors
 
 
+def test_a_job_that_had_succeeded_before_ctrl_c_reached_it_is_no_interrupted_one(place: Path) -> None:
+    """Exit code 130 beside "succeeded" and a whole model: `elche run ... && use the model` did not use it."""
+    with running(place, "--json", JOB="succeeds as it is cancelled") as process:
+        _read_until(process.stderr, "digits: training")
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, json.loads(output)["state"]) == (0, "succeeded")
+
+
 def test_a_checkpoint_that_does_not_come_after_ctrl_c_is_missed_in_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -497,7 +497,7 @@ class Unloadable(torch.optim.SGD):
 
 def test_an_optimizer_that_cannot_load_its_state_is_refused_and_one_that_can_stays_as_it_is() -> None:
     """KeyError: 'rate', but only in the job that was to go on from a checkpoint, days later."""
-    with pytest.raises(InvalidJob, match="Unloadable cannot load its own state_dict.*KeyError: 'rate'"):
+    with pytest.raises(InvalidJob, match=r"Unloadable cannot load its own state_dict.*KeyError: 'rate'"):
         check_state([Unloadable([nn.Parameter(torch.zeros(1))], lr=0.1)])
     optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1, requires_grad=True))])
     optimizer.param_groups[0]["params"][0].grad = torch.ones(1)

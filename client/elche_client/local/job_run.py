@@ -371,7 +371,9 @@ class LocalRun:
                 result = wait_for_result(self.notifications, show, _early_end)
                 return result, exit_code_of(result)
             except Interrupted as interrupted:
-                return self._save_and_cancel([handle], show, interrupted), interrupted.exit_code
+                result = self._save_and_cancel([handle], show, interrupted)
+                # It may have ended by itself first: then its model is there.
+                return result, 0 if result.state is JobState.SUCCEEDED else interrupted.exit_code
 
     def _tell(self, event: Shown) -> None:
         """Shows what comes while no job is followed: the ranks of one that is submitted again may run already."""
