@@ -2,7 +2,8 @@
 
 import inspect
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,13 @@ from elche_worker.model.storage import storage_of
 from elche_worker.model.tensors import can_hold, described, flattened, is_plain, unflattened
 from elche_worker.model.wrapped import on_trial
 from elche_worker.user.loading import check_json
+
+
+CLOSURE = (
+    "needs a closure at every step: use manual_optimization=True, with which train_step(model, batch, optimizers) calls "
+    "optimizers.step(closure) itself"
+)
+"""What an optimizer needs, and what helps."""
 
 
 @torch.no_grad()
@@ -79,11 +87,21 @@ def check_steps(optimizers: Iterable[Optimizer]) -> None:
     """Raises `InvalidJob` for an optimizer whose `step` needs a closure."""
     for one in optimizers:
         if needs_closure(one):
-            kind = type(one).__name__
-            raise InvalidJob(
-                f"{kind} needs a closure at every step: use manual_optimization=True, with which "
-                "train_step(model, batch, optimizers) calls optimizers.step(closure) itself"
-            )
+            raise InvalidJob(f"{type(one).__name__} {CLOSURE}")
+
+
+@contextmanager
+def without_closure(optimizer: Optimizer, file_name: str) -> Iterator[None]:
+    """Around a step without a closure. Raises `InvalidJob` if the optimizer wants one after all, as those of SAM, whose
+    `step` has None as its default and then refuses it.
+    """
+    try:
+        yield
+    except Exception as error:
+        words = " ".join(str(error).split())[:300]
+        if "closure" in words or "'NoneType' object is not callable" in words:
+            raise InvalidJob(f"{file_name}: {type(optimizer).__name__} {CLOSURE} ({words})") from error
+        raise
 
 
 def check_savable(model: nn.Module, optimizers: Iterable[Optimizer] = (), without: Iterable[str] = ()) -> None:
