@@ -17,10 +17,9 @@ from elche_worker.model.tensors import can_hold, described, flattened, is_plain,
 from elche_worker.model.wrapped import on_trial
 from elche_worker.user.loading import check_json
 
-
 CLOSURE = (
-    "needs a closure at every step: use manual_optimization=True, with which train_step(model, batch, optimizers) calls "
-    "optimizers.step(closure) itself"
+    "needs a closure at every step: use manual_optimization=True, with which train_step(model, batch, optimizers) "
+    "calls optimizers.step(closure) itself"
 )
 """What an optimizer needs, and what helps."""
 
