@@ -1,6 +1,7 @@
 """Models and optimizers of any kind: what they share, which modes they are in, and what no file can hold."""
 
 import gc
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -477,6 +478,15 @@ def test_numbers_of_numpy_are_numbers_in_a_checkpoint() -> None:
     back = unflattened(flattened(optimizer.state_dict(), {}), {})
     assert [type(back["param_groups"][0][key]) for key in ("lr", "weight_decay")] == [float, float]
     assert back["param_groups"][0]["lr"] == 0.5
+
+
+def test_a_dtype_in_an_optimizers_groups_is_kept() -> None:
+    """Optimizers of others have the one in which they compute there (Kron), and were refused, with no way out."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    optimizer.param_groups[0]["precondition_dtype"] = torch.bfloat16
+    check_state([optimizer])
+    structure = json.loads(json.dumps(flattened(optimizer.state_dict(), {})))
+    assert unflattened(structure, {})["param_groups"][0]["precondition_dtype"] is torch.bfloat16
 
 
 def test_a_foreign_object_in_an_optimizer_is_named_before_training() -> None:
