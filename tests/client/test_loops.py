@@ -19,7 +19,7 @@ from elche.errors import ElcheError, InvalidJob
 from elche_client.display.progress import ProgressDisplay
 from elche_client.events import Checkpoint, JobResult, JobState, JobView
 from elche_client.local import script_run
-from elche_client.local.notifications import Interrupted, ProcessExited
+from elche_client.local.notifications import Interrupted, ProcessExited, SignalReceived
 from elche_client.local.processes import ChildProcesses, ProcessError
 from elche_client.local.script_run import ScriptRun
 from elche_client.options import JobOptions
@@ -140,6 +140,26 @@ def test_the_result_after_ctrl_c_is_that_of_the_newest_trainer() -> None:
     shown = cast(ProgressDisplay, SimpleNamespace(show=lambda event: None))
     result = run._cancel_loop(Interrupted(signal.SIGINT), shown)
     assert (result.state, result.epochs, result.error) == (JobState.CANCELLED, 7, "interrupted by SIGINT")
+
+
+@pytest.mark.parametrize(("exit_code", "expected"), [(0, 0), (3, 130)])
+def test_a_script_that_had_ended_before_ctrl_c_reached_it_is_no_interrupted_one(exit_code: int, expected: int) -> None:
+    """Exit code 130 of a script that had trained, saved its model and ended well."""
+    run = new_run()
+    run._running["rank 0"] = cast(Any, None)
+
+    def watch() -> Iterator[Any]:
+        yield JobResult(state=JobState.SUCCEEDED)
+        run.notifications.put(ProcessExited(process="rank 0", code=exit_code, log=None))
+
+    client = SimpleNamespace(
+        jobs=lambda: [SimpleNamespace(job_id="loop-1")],
+        job=lambda job_id: SimpleNamespace(id=job_id, watch=watch, checkpoint=lambda: None, cancel=lambda: None),
+    )
+    run.notifications.put(SignalReceived(number=signal.SIGINT))
+    shown = cast(ProgressDisplay, SimpleNamespace(show=lambda event: None))
+    result, code = run._follow_loop(cast(Any, client), shown)
+    assert (result.state, code) == (JobState.SUCCEEDED, expected)
 
 
 def test_a_rank_that_dies_before_there_is_a_job_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

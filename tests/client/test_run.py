@@ -19,7 +19,7 @@ from elche.errors import Unreachable
 from elche.manifest import write_manifest
 from elche_client.display.output import log_paths
 from elche_client.display.record import JobRecord
-from elche_client.events import JobResult, JobState, JobView, RankView, RoundReport
+from elche_client.events import Checkpoint, JobResult, JobState, JobView, RankView, RoundReport
 from elche_client.local import job_run
 from elche_client.local.check import arguments_of
 from elche_client.local.notifications import Interrupted, ProcessExited, ProcessRestarted
@@ -388,6 +388,15 @@ def test_a_signal_cancels_the_job_and_leaves_no_process(place: Path, number: int
     assert "Traceback" not in errors
 
 
+def test_a_job_that_had_succeeded_before_ctrl_c_reached_it_is_no_interrupted_one(place: Path) -> None:
+    """Exit code 130 beside "succeeded" and a whole model: `elche run ... && use the model` did not use it."""
+    with running(place, "--json", JOB="succeeds as it is cancelled") as process:
+        _read_until(process.stderr, "digits: training")
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, json.loads(output)["state"]) == (0, "succeeded")
+
+
 def test_a_checkpoint_that_does_not_come_after_ctrl_c_is_missed_in_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -398,6 +407,36 @@ def test_a_checkpoint_that_does_not_come_after_ctrl_c_is_missed_in_words(
     job: Any = SimpleNamespace(checkpoint=bool, cancel=lambda: one.notifications.put(ended))
     assert one._save_and_cancel([job], lambda event: None, Interrupted(signal.SIGINT)) is ended
     assert "elche: no checkpoint was written in 0.01 s" in capsys.readouterr().err.splitlines()
+
+
+def trained_until_ctrl_c(epoch: int) -> tuple[JobResult, list[str]]:
+    """The result of a job of three epochs whose newest checkpoint is after `epoch` when Ctrl-C comes, and what was
+    asked of it.
+    """
+    one = job_run.LocalRun(path=Path("train.py"), options=JobOptions(), device="cpu", out=None, as_json=False)
+    asked: list[str] = []
+
+    def checkpoint() -> None:
+        one.notifications.put(JobView(job_id="j-1", num_epochs=3))
+        one.notifications.put(Checkpoint(version=7, epoch=epoch))
+        if epoch == 3:
+            one.notifications.put(JobResult(state=JobState.SUCCEEDED))
+
+    def cancel() -> None:
+        asked.append("cancel")
+        one.notifications.put(JobResult(state=JobState.CANCELLED))
+
+    job: Any = SimpleNamespace(checkpoint=checkpoint, cancel=cancel)
+    return one._save_and_cancel([job], one._record, Interrupted(signal.SIGINT)), asked
+
+
+def test_a_job_that_has_trained_all_when_ctrl_c_comes_gets_its_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was cancelled between its last round and its model: it had none, and `elche resume` had nothing to go on."""
+    result, asked = trained_until_ctrl_c(3)
+    assert (result.state, asked) == (JobState.SUCCEEDED, [])
+    assert "elche: all epochs are trained: waiting for the model" in capsys.readouterr().err
+    result, asked = trained_until_ctrl_c(2)
+    assert (result.state, asked) == (JobState.CANCELLED, ["cancel"])
 
 
 def test_after_a_round_of_which_a_part_was_written_there_is_no_other(

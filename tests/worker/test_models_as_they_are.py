@@ -1,6 +1,7 @@
 """Models and optimizers of any kind: what they share, which modes they are in, and what no file can hold."""
 
 import gc
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -479,8 +480,39 @@ def test_numbers_of_numpy_are_numbers_in_a_checkpoint() -> None:
     assert back["param_groups"][0]["lr"] == 0.5
 
 
+def test_a_dtype_in_an_optimizers_groups_is_kept() -> None:
+    """Optimizers of others have the one in which they compute there (Kron), and were refused, with no way out."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    optimizer.param_groups[0]["precondition_dtype"] = torch.bfloat16
+    check_state([optimizer])
+    structure = json.loads(json.dumps(flattened(optimizer.state_dict(), {})))
+    assert unflattened(structure, {})["param_groups"][0]["precondition_dtype"] is torch.bfloat16
+
+
 def test_a_foreign_object_in_an_optimizer_is_named_before_training() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     optimizer.param_groups[0]["note"] = object()
     with pytest.raises(InvalidJob, match=r"optimizers\[0\]\['param_groups'\]\[0\]\['note'\] is of type object"):
         check_state([optimizer])
+
+
+class Unloadable(torch.optim.SGD):
+    """Reads in its state what it does not save."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        for group in self.param_groups:
+            group["lr"] = state["rate"]
+
+
+def test_an_optimizer_that_cannot_load_its_state_is_refused_and_one_that_can_stays_as_it_is() -> None:
+    """KeyError: 'rate', but only in the job that was to go on from a checkpoint, days later."""
+    with pytest.raises(InvalidJob, match=r"Unloadable cannot load its own state_dict.*KeyError: 'rate'"):
+        check_state([Unloadable([nn.Parameter(torch.zeros(1))], lr=0.1)])
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1, requires_grad=True))])
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+    optimizer.step()
+    groups, state = optimizer.param_groups[0], optimizer.state
+    check_state([optimizer])
+    assert optimizer.param_groups[0] is groups
+    assert optimizer.state is state

@@ -1,5 +1,6 @@
 """What a rank that goes on from a checkpoint has of it, beside the model and the moments."""
 
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -70,6 +71,56 @@ def test_a_state_of_an_optimizers_own_form_is_restored() -> None:
     """KeyError: 'param_groups': no checkpoint of it could be resumed."""
     optimizer: Any = resumed(0, kind=Around)[0]
     assert optimizer.num_steps == 1
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As in public scripts: it does not call torch's `__init__`, and has groups and state of the optimizer in it."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.param_groups, self.state = base, base.param_groups, base.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
+class Slow(Lookahead):
+    """Keeps a state of its own, and loads both, after which the groups are its own."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base)
+        self.state, self.fast_state = defaultdict(dict), base.state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.base.state_dict(), "slow": {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({"state": state["slow"], "param_groups": state["param_groups"]})
+        self.base.load_state_dict({"state": state["state"], "param_groups": state["param_groups"]})
+        self.fast_state = self.base.state
+
+
+@pytest.mark.parametrize("kind", [Lookahead, Slow])
+def test_an_optimizer_goes_on_within_the_one_that_wraps_it(world: Make, kind: Any) -> None:
+    """AttributeError: `_optimizer_load_state_dict_pre_hooks`. And a wrapper of torch's own form lost the moments of the
+    optimizer in it, or set rates that this one did not have.
+    """
+    parts: dict[str, Any] = {
+        "model": lambda: nn.Linear(3, 1),
+        "optimizer": lambda model: kind(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)),
+    }
+    first = world(1, **parts)
+    first.round(1)
+    first.ranks[0].train(2)
+    first.all(lambda at, rank: rank.enter(2, may_be_checkpoint=True))
+    first.all(lambda at, rank: rank.replica.apply_result())
+    loaded = written(first.ranks[0].replica, 2, training='{"version": 2, "samples": 8}')
+    again = world(1, loaded=loaded, **parts).ranks[0].replica
+    then, now = (cast(Any, one.optimizers[0]).base for one in (first.ranks[0].replica, again))
+    for before, after in zip(then.param_groups[0]["params"], now.param_groups[0]["params"], strict=True):
+        assert torch.equal(now.state[after]["momentum_buffer"], then.state[before]["momentum_buffer"])
+    again.rates.set_lr_scale(5.0)
+    assert now.param_groups[0]["lr"] == 0.5
+    assert getattr(again.optimizers[0], "fast_state", now.state) is now.state
 
 
 def test_the_scale_of_fp16_goes_on_where_it_was() -> None:

@@ -64,6 +64,12 @@ def test_progress_counts_samples_in_batches_of_the_job() -> None:
             [lr_scheduler.LinearLR(optimizer, 0.01, total_iters=10), lr_scheduler.CosineAnnealingLR(optimizer, 50)],
             milestones=[10],
         ),
+        # the second one sets the rates from which torch steps the first one on
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer,
+            [lr_scheduler.LinearLR(optimizer, 0.1), lr_scheduler.OneCycleLR(optimizer, [0.5, 2.0], total_steps=60)],
+            milestones=[5],
+        ),
     ],
 )
 def test_torch_schedulers_give_what_they_give_when_they_are_stepped(build: object) -> None:

@@ -80,6 +80,34 @@ def test_an_optimizer_with_parameters_beside_the_model_is_refused() -> None:
     assert len(build_model(together, CPU, "train.py").all_optimizers[0].param_groups[0]["params"]) == 4
 
 
+class Sharp(torch.optim.SGD):
+    """As public SAMs: it refuses in words of its own what its signature allows."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "Sharpness Aware Minimization requires closure, but it was not provided"
+
+
+class Calling(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return torch.enable_grad()(closure)()
+
+
+class Broken(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise ValueError("no such group")
+
+
+@pytest.mark.parametrize("kind", [Sharp, Calling, Broken])
+def test_an_optimizer_that_turns_out_to_need_a_closure_is_told_what_helps(kind: Any) -> None:
+    """The job failed with an assertion within the optimizer, as if `train_step` could give it one."""
+    model = nn.Linear(4, 1)
+    optimizer = kind(model.parameters(), lr=0.1)
+    step = TrainStep(JOB, Built(model, optimizer), CPU, "train.py")
+    told = f"train.py: {kind.__name__} needs a closure at every step: use manual_optimization=True"
+    with pytest.raises(Exception, match="no such group" if kind is Broken else told):
+        step.run({"pair": Pair(torch.ones(8, 4), torch.zeros(8, 1)), "names": [], "scale": 2.0}, 8)
+
+
 LONG = Extent(dataset_size=32_000, batch_size=32, epochs=1)
 """A thousand batches."""
 

@@ -371,7 +371,9 @@ class LocalRun:
                 result = wait_for_result(self.notifications, show, _early_end)
                 return result, exit_code_of(result)
             except Interrupted as interrupted:
-                return self._save_and_cancel([handle], show, interrupted), interrupted.exit_code
+                result = self._save_and_cancel([handle], show, interrupted)
+                # It may have ended by itself first: then its model is there.
+                return result, 0 if result.state is JobState.SUCCEEDED else interrupted.exit_code
 
     def _tell(self, event: Shown) -> None:
         """Shows what comes while no job is followed: the ranks of one that is submitted again may run already."""
@@ -411,6 +413,11 @@ class LocalRun:
                     print_notice(f"no checkpoint was written in {CHECKPOINT_TIMEOUT_S:g} s")
                 except _Saved:
                     pass
+            if self._has_trained_all:
+                print_notice("all epochs are trained: waiting for the model; Ctrl-C again to leave at once")
+                # A cancelled job would have no model, and nothing to go on with.
+                with suppress(TimeoutError):
+                    return wait_for_result(self.notifications, show, _early_end, timeout_s=CHECKPOINT_TIMEOUT_S)
             print_notice("cancelling the job; Ctrl-C again to leave at once")
             for job in jobs:
                 job.cancel()
@@ -427,6 +434,12 @@ class LocalRun:
         if num_asked:
             print_notice("writing a checkpoint; Ctrl-C again to leave at once")
         return num_asked > 0
+
+    @property
+    def _has_trained_all(self) -> bool:
+        """True if the newest checkpoint is of a job that has only to be evaluated and saved."""
+        view, saved = self.record.last_view, self.record.checkpoint
+        return view is not None and saved is not None and 0 < view.num_epochs <= saved.epoch
 
     def _until_saved(self, show: Callable[[Shown], None], *, is_one_job: bool) -> Callable[[Shown], None]:
         """`show` that raises `_Saved` once a checkpoint is written, or has failed. If it is of one job, a newer one

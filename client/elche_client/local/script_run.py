@@ -132,7 +132,11 @@ class ScriptRun(LocalRun):
                             self._results |= {job: one for job, one in list(self._come.items()) if one is notification}
                             self._end_soon(is_over=notification.state is not JobState.SUCCEEDED)
         except Interrupted as interrupted:
-            return self._cancel_loop(interrupted, progress), interrupted.exit_code
+            result = self._cancel_loop(interrupted, progress)
+            has_ended = not (
+                self._running or self._failed or self._lost
+            )  # by itself: the script may do more than train
+            return result, 0 if result.state is JobState.SUCCEEDED and has_ended else interrupted.exit_code
         return self._judge()
 
     @property
@@ -207,7 +211,7 @@ class ScriptRun(LocalRun):
                 while self._running:
                     notification = next_notification(self.notifications, timeout_s=CANCEL_TIMEOUT_S)
                     if isinstance(notification, ProcessExited):
-                        self._running.pop(notification.process, None)
+                        self._note_end(notification)
         cancelled = JobResult(state=JobState.CANCELLED, error=str(interrupted))
         result = next((self._come[job.id] for job in reversed(jobs) if job.id in self._come), cancelled)
         return replace(result, error=cancelled.error) if result.state is JobState.CANCELLED else result

@@ -41,6 +41,8 @@ QUEUED_STILL = [ALONE, QUEUED] if how == "waits for slots" else []
 script = [QUEUED, *QUEUED_STILL, VIEW, ROUND, EPOCH, EVALUATION, FAILURE if how == "fails" else RESULT]
 if how == "waits":
     script = [VIEW, UNTIL_CANCELLED, CANCELLED]
+if how == "succeeds as it is cancelled":
+    script = [VIEW, UNTIL_CANCELLED, RESULT]
 
 
 class Jobs(ScriptedJobs):

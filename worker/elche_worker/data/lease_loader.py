@@ -98,6 +98,10 @@ class BatchRequest:
     """Position of the whole batch's first sample in the epoch's permutation."""
 
 
+LOST_WORDS = "DataLoader worker (pid"
+"""In torch's messages on the death of a worker process; not in those on what user code raised in one."""
+
+
 class WorkerLost(ElcheError, RuntimeError):
     """A `DataLoader` worker process has died. Errors of user code in one come as a `FetchError` instead."""
 
@@ -112,6 +116,13 @@ class WorkerLost(ElcheError, RuntimeError):
         is_lost = is_closed or "DataLoader worker" in str(error)
         words = next(iter(str(error).splitlines()), "") or type(error).__name__
         return cls(f"a worker process of the loader (num_workers) has died: {words}") if is_lost else error
+
+
+def shows_lost_worker(error: BaseException) -> bool:
+    """True if it shows the death of a worker process, of elche's loader or of one that user code has made: torch raises
+    the latter wherever the main thread is.
+    """
+    return isinstance(error, WorkerLost) or (isinstance(error, RuntimeError) and LOST_WORDS in str(error))
 
 
 def _of_workers(error: BaseException) -> BaseException:

@@ -2,7 +2,8 @@
 
 import inspect
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,14 @@ from torch.optim import Optimizer
 from elche.errors import InvalidJob
 from elche_worker.model.storage import storage_of
 from elche_worker.model.tensors import can_hold, described, flattened, is_plain, unflattened
+from elche_worker.model.wrapped import on_trial
 from elche_worker.user.loading import check_json
+
+CLOSURE = (
+    "needs a closure at every step: use manual_optimization=True, with which train_step(model, batch, optimizers) "
+    "calls optimizers.step(closure) itself"
+)
+"""What an optimizer needs, and what helps."""
 
 
 @torch.no_grad()
@@ -78,11 +86,21 @@ def check_steps(optimizers: Iterable[Optimizer]) -> None:
     """Raises `InvalidJob` for an optimizer whose `step` needs a closure."""
     for one in optimizers:
         if needs_closure(one):
-            kind = type(one).__name__
-            raise InvalidJob(
-                f"{kind} needs a closure at every step: use manual_optimization=True, with which "
-                "train_step(model, batch, optimizers) calls optimizers.step(closure) itself"
-            )
+            raise InvalidJob(f"{type(one).__name__} {CLOSURE}")
+
+
+@contextmanager
+def without_closure(optimizer: Optimizer, file_name: str) -> Iterator[None]:
+    """Around a step without a closure. Raises `InvalidJob` if the optimizer wants one after all, as those of SAM, whose
+    `step` has None as its default and then refuses it.
+    """
+    try:
+        yield
+    except Exception as error:
+        words = " ".join(str(error).split())[:300]
+        if "closure" in words or "'NoneType' object is not callable" in words:
+            raise InvalidJob(f"{file_name}: {type(optimizer).__name__} {CLOSURE} ({words})") from error
+        raise
 
 
 def check_savable(model: nn.Module, optimizers: Iterable[Optimizer] = (), without: Iterable[str] = ()) -> None:
@@ -132,7 +150,9 @@ def _check_has_trained(
 
 
 def check_state(optimizers: Sequence[Optimizer]) -> None:
-    """Raises `InvalidJob` for an optimizer without a `state_dict`, or with a value that no checkpoint can hold."""
+    """Raises `InvalidJob` for an optimizer without a `state_dict`, with a value that no checkpoint can hold, or that
+    cannot load its own state.
+    """
     check_json()  # as model() may have replaced it
     tensors: dict[str, torch.Tensor] = {}
     state: list[Any] = []
@@ -146,8 +166,24 @@ def check_state(optimizers: Sequence[Optimizer]) -> None:
             ) from None
     try:
         text = json.dumps(flattened(state, tensors, {}, where="optimizers"))
-        unflattened(json.loads(text), tensors)
+        read = unflattened(json.loads(text), tensors)
     except ValueError as error:
         raise InvalidJob(
             f"{error}: keep only numbers, strings and tensors in an optimizer's groups and state"
+        ) from None
+    for one, own in zip(optimizers, read, strict=True):
+        _check_loads(one, own)
+
+
+def _check_loads(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Raises `InvalidJob` for an optimizer that cannot load its own state, as read from a checkpoint. It stays as it
+    is, and its tensors are not copied.
+    """
+    try:
+        with on_trial(optimizer):
+            optimizer.load_state_dict(state)
+    except Exception as error:
+        raise InvalidJob(
+            f"{type(optimizer).__name__} cannot load its own state_dict(), so that no checkpoint could be resumed: "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         ) from None

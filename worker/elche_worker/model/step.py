@@ -17,8 +17,9 @@ from elche_worker.device.kinds import kind_of
 from elche_worker.device.rng import seed_all
 from elche_worker.device.transfer import InParts, bounds_of, like_mapping, like_sequence
 from elche_worker.model.modes import begin_training
-from elche_worker.model.savable import check_steps, needs_closure, problem_of_model, take_form
+from elche_worker.model.savable import check_steps, needs_closure, problem_of_model, take_form, without_closure
 from elche_worker.model.trial import unchanged
+from elche_worker.model.wrapped import complete
 from elche_worker.user.job import JobDefinition
 from elche_worker.user.loading import refused
 from elche_worker.user.scalars import MAX_NAME_CHARS, Sum, described, number_of, take_scalars, wide
@@ -100,6 +101,8 @@ def build_model(
     except BaseException as error:
         raise refused(error, file_name) from None
     _check_optimizers(built, file_name)
+    for optimizer in built.all_optimizers:
+        complete(optimizer)
     if not job.manual_optimization:
         check_steps(built.all_optimizers)
     begin_training(built.all_optimizers)
@@ -409,7 +412,8 @@ class TrainStep:
         # a round may still be copying the parameters, on another stream
         self._order_change()
         for optimizer in self._optimizers:
-            self.scaler.step(optimizer)
+            with without_closure(optimizer, self._file_name):
+                self.scaler.step(optimizer)
         self.scaler.update()
         self._clear_gradients()
 

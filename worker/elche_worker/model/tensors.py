@@ -156,8 +156,8 @@ def flattened(
     """Flattens a nested value to JSON: moves its tensors into `tensors` and pieces into `pieces`, and puts their names
     in their places.
 
-    Dictionaries may have keys of any type, tuples stay tuples, named ones keep the names of their fields, and NumPy's
-    numbers become Python's. Raises `ValueError` for other types, saying `where` it is.
+    Dictionaries may have keys of any type, tuples stay tuples, named ones keep the names of their fields, NumPy's
+    numbers become Python's, and a dtype of torch stays one. Raises `ValueError` for other types, saying `where` it is.
     """
     if isinstance(value, Piece) and pieces is not None:
         name = f"state {len(pieces)}"
@@ -179,6 +179,8 @@ def flattened(
         return {"tuple": [_nested(one, tensors, pieces, where, at) for at, one in enumerate(value)], **kind}
     if isinstance(value, list):
         return [_nested(one, tensors, pieces, where, at) for at, one in enumerate(value)]
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
@@ -202,6 +204,8 @@ def unflattened(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return tensors[value["tensor"]]
     if "piece" in value:
         return tensors[value["piece"]]
+    if "dtype" in value:
+        return getattr(torch, value["dtype"])
     if "tuple" in value:
         values = tuple(unflattened(one, tensors) for one in value["tuple"])
         return _kind_of(*value["kind"])._make(values) if "kind" in value else values

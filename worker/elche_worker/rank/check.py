@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from elche.errors import ElcheError, HelpShown, InvalidJob
-from elche.manifest import read_manifest
+from elche.manifest import WEIGHTS, read_manifest
 from elche.output import take_any_text
 from elche_worker.data.build import build_dataset, build_eval_dataset, build_order
 from elche_worker.device.discovery import choose_devices, summary
@@ -89,7 +89,7 @@ def _check_resumed(path: str, manifest: dict[str, Any], job: JobDefinition) -> N
     if trained >= job.epochs:
         raise InvalidJob(
             f"the checkpoint {path} is of a training that is complete: it has {trained} of {job.epochs} "
-            f"epochs; give more with --epochs"
+            f"epochs; give more with --epochs. Its {WEIGHTS} is the model"
         )
 
 

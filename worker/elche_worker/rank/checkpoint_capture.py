@@ -18,6 +18,7 @@ from elche_worker.model.own_state import OwnState
 from elche_worker.model.step import Built, TrainStep
 from elche_worker.model.storage import place_of, results_of_views
 from elche_worker.model.tensors import Piece, assign, copied, is_divided, local_of, placed
+from elche_worker.model.wrapped import load_state
 from elche_worker.user.schedule import LearningRates
 
 
@@ -136,7 +137,7 @@ class CheckpointCapture:
             check_is_alike(optimizer, groups, loaded.path)
             if self._rank == 0 and is_leader and (other := other_options(optimizer, groups)):
                 print(f"elche: {type(optimizer).__name__} goes on as in the checkpoint, with {other}", flush=True)
-            optimizer.load_state_dict(_divided_as(optimizer, in_order_of(state, saved, present)))
+            load_state(optimizer, _divided_as(optimizer, in_order_of(state, saved, present)))
         self._rates.reset()  # the loaded optimizers have the rates of the time of the checkpoint
         if "rates" in loaded.state:
             self._rates.restore(loaded.state["rates"])

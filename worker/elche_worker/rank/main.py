@@ -31,7 +31,7 @@ from elche_worker.collectives.operations import CollectiveFailed, OperationStuck
 from elche_worker.data.build import build_dataset, build_eval_dataset, build_order
 from elche_worker.data.dataset import Shards
 from elche_worker.data.fetching import Fetch
-from elche_worker.data.lease_loader import LeaseLoader, WorkerLost
+from elche_worker.data.lease_loader import LeaseLoader, shows_lost_worker
 from elche_worker.data.prefetch import new_transfer
 from elche_worker.data.sample_figures import look_at
 from elche_worker.device.build import build_of
@@ -531,7 +531,7 @@ def _die_alone(error: BaseException) -> None:
     """If the device has failed or a DataLoader worker was killed: ends the process by SIGABRT, so that the other ranks
     go on without it (protocol P24.3) and the job does not fail. Else returns.
     """
-    if is_device_fault(error) or isinstance(error, WorkerLost):
+    if is_device_fault(error) or shows_lost_worker(error):
         whose = "the device" if is_device_fault(error) else "the rank's host"
         print(f"elche: this is a fault of {whose}, not of the job: the rank ends and is restarted", flush=True)
         sys.stderr.flush()

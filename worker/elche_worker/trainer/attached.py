@@ -5,6 +5,7 @@ Nothing waits for the coordinator. When the connection is lost, training goes on
 
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -29,6 +30,7 @@ from elche.v1 import rank_pb2, rank_pb2_grpc
 from elche_worker.collectives.calls import CallsDiffer
 from elche_worker.collectives.store import CoordinatorStore
 from elche_worker.collectives.world import World, model_name
+from elche_worker.data.lease_loader import shows_lost_worker
 from elche_worker.process.descriptors import CLOSED, OpenDescriptor
 from elche_worker.session.launch import Launch
 from elche_worker.session.script import trim
@@ -204,6 +206,12 @@ class CoordinatorAttachment(Attachment):
             self._session.report_event(sendable(what[:MAX_CHARS]), 0)
         if error is None or is_caught or self.operator.cancelled:
             self._session.send(rank_pb2.ConverseRequest(loop_left=rank_pb2.LoopLeft()))
+        elif self._goes_on and self._world.size > 1 and shows_lost_worker(error) and not isinstance(error, ElcheError):
+            # A loader of the script's own, which nobody starts again. As if the kernel had ended the whole process: the
+            # others go on without it.
+            notice(f"rank {self._world.rank} ends, since a worker process of its loader was killed: {error}")
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGABRT)
         elif not (self._is_submitted and isinstance(error, PeerLost)):  # the agent reports who has ended first
             trim(error)
             is_told = isinstance(error, CallsDiffer) or error.__traceback__ is None

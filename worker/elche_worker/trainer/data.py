@@ -21,6 +21,7 @@ from elche_worker.device.streams import new_streams
 from elche_worker.trainer.capture import joined
 from elche_worker.trainer.checks import check_same_loader
 from elche_worker.trainer.plans import Part, Planner, Step
+from elche_worker.trainer.refetching import Owed, refetched
 from elche_worker.trainer.samples import check_same_samples, first_batch
 from elche_worker.trainer.together import Together
 
@@ -121,6 +122,7 @@ class Data:
         self._collated_by: Any = None
         """The `collate_fn` of `_fetching`: a script may give the loader another one between two epochs."""
         self._parts = _Parts(planner, world.number, self.batch_size)
+        self._owed = Owed(self._parts)
         self.members = planner.members
         """The numbers of the ranks among which samples are split."""
         self._num_planned = 0
@@ -251,9 +253,7 @@ class Data:
         order = self._order[1 : self.num_samples + 1]
         steps = self._parts.begin(order, start, int(self._order[0]) % 2**62)
         self._num_planned = start
-        if self._fetching is None or self._loader.collate_fn is not self._collated_by:
-            self._fetching, self._collated_by = self._new_loader(), self._loader.collate_fn
-        fetched = self._moved(iter(self._fetching))
+        fetched = self._moved(refetched(self._present_loader, self._owed))
         for moved in fetched:
             step = steps.popleft()
             parts = [self._receive(moved), *(self._receive(next(fetched)) for _ in step.own(number)[1:])]
@@ -262,6 +262,12 @@ class Data:
             yield Batch(parts, sizes, counts=bool(step.of(number))), step
             if self._next_start is not None:
                 return
+
+    def _present_loader(self, is_lost: bool) -> "DataLoader[Any]":
+        """The loader that fetches this rank's parts; a new one if the last one's worker processes are lost."""
+        if self._fetching is None or is_lost or self._loader.collate_fn is not self._collated_by:
+            self._fetching, self._collated_by = self._new_loader(), self._loader.collate_fn
+        return self._fetching
 
     def _new_loader(self) -> "DataLoader[Any]":
         """A loader that fetches this rank's parts as the user's loader would fetch batches."""
@@ -275,7 +281,7 @@ class Data:
             fetched, collate = _Seeded(fetch), _as_it_is
         return DataLoader(
             fetched,  # it has what a loader needs of a Dataset
-            batch_sampler=self._parts,
+            batch_sampler=self._owed,
             collate_fn=collate,
             num_workers=loader.num_workers,
             prefetch_factor=loader.prefetch_factor,

@@ -8,6 +8,7 @@ from torch.optim import LBFGS, Optimizer
 
 from elche.errors import Misuse
 from elche_worker.model.optimizer_state import check_is_alike, groups_in, in_order_of, names_of, other_options
+from elche_worker.model.wrapped import complete, load_state
 
 Key = str | int
 Given = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
@@ -23,6 +24,8 @@ class Optimizers:
         else:
             self.by_key = dict(given.items() if isinstance(given, Mapping) else enumerate(given))
         self.are_several = not isinstance(given, Optimizer)
+        for one in self:
+            complete(one)
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self.by_key.values())
@@ -68,7 +71,7 @@ class Optimizers:
         for one in self:
             if one.state:
                 # PyTorch moves each state to its parameter's device as it loads it.
-                one.load_state_dict(one.state_dict())
+                load_state(one, one.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         """The state of a single optimizer, or the states of several by key."""
@@ -94,7 +97,7 @@ class Optimizers:
         for key, one in self.by_key.items():
             own, given = one.state_dict(), moments[str(key)]
             given = in_order_of(given, saved[str(key)], present[str(key)])
-            one.load_state_dict({**own, **given} if "state" in own else given)
+            load_state(one, {**own, **given} if "state" in own else given)
 
     def settings(self) -> list[dict[str, Any]]:
         """The settings of each group of parameters, such as its learning rate."""
@@ -125,7 +128,7 @@ class Optimizers:
             groups = groups_in(states[str(key)], one)
             check_is_alike(one, groups, path)
             others.append(other_options(one, groups))
-            one.load_state_dict(in_order_of(states[str(key)], saved[str(key)], present[str(key)]))
+            load_state(one, in_order_of(states[str(key)], saved[str(key)], present[str(key)]))
         return ", ".join(filter(None, others))
 
 

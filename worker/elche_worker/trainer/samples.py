@@ -20,6 +20,7 @@ from elche_worker.collectives.world import World
 from elche_worker.data.fetching import Fetch, FetchError, Indices, begin_worker
 from elche_worker.data.sample_figures import figures_or_none
 from elche_worker.device.rng import seeded
+from elche_worker.trainer.refetching import Owed, refetched
 
 Figures = list[list[float]] | None
 """None of a sample that cannot be read."""
@@ -37,18 +38,22 @@ def looked_at(loader: "DataLoader[Any]", batches: Sequence[Sequence[int]]) -> li
     if not loader.num_workers:
         with seeded(0):
             return [fetch.collate(fetch.__getitems__([*indices])) for indices in batches]
-    fetching: DataLoader[Any] = DataLoader(
-        fetch,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
-        batch_sampler=[Indices([*indices], 0) for indices in batches],
-        collate_fn=fetch.collate,
-        num_workers=1,
-        timeout=loader.timeout,
-        worker_init_fn=partial(begin_worker, loader.worker_init_fn),
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=torch.Generator().manual_seed(0),
-    )
+    owed = Owed([Indices([*indices], 0) for indices in batches])
+
+    def new_loader(_: bool) -> "DataLoader[Any]":
+        return DataLoader(
+            fetch,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
+            batch_sampler=owed,
+            collate_fn=fetch.collate,
+            num_workers=1,
+            timeout=loader.timeout,
+            worker_init_fn=partial(begin_worker, loader.worker_init_fn),
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=torch.Generator().manual_seed(0),
+        )
+
     try:
-        return list(fetching)
+        return list(refetched(new_loader, owed))
     except (TypeError, AttributeError, PicklingError) as error:
         if "pickle" not in str(error):
             raise

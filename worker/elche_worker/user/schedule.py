@@ -302,6 +302,11 @@ def _built(scheduler: Callable[[Any], LRScheduler], optimizer: Optimizer) -> LRS
         raise InvalidJob(
             f"scheduler() returned a {type(built).__name__}, which is no LRScheduler; use schedule, or a scheduler"
         )
+    if isinstance(built, SequentialLR):
+        # torch steps the first one on from these, which one after it may have set (OneCycleLR).
+        first: Any = built._schedulers[0]
+        if not isinstance(first, LambdaLR):
+            first.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
     rates_at(built, 0)
     return built
 
