@@ -256,6 +256,11 @@ class Device:
         with self._lock:
             join(self.clock(timeline), moment)
 
+    @property
+    def is_in_use(self) -> bool:
+        """True within `in_use`, if no other device is used within that."""
+        return _devices[-1:] == [self]
+
     def check(self) -> None:
         """`C10_CUDA_CHECK`: the error of any kernel, in whatever call asks next, on whichever thread."""
         if self.error:

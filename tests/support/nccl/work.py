@@ -51,6 +51,7 @@ class WorkNCCL(dist.Work):
         self._timeout = timeout
         self._blocks = blocks
         self._started_s = time.monotonic()
+        self._device = device()
 
     def copied(self) -> "WorkNCCL":
         """`WorkNCCL(const WorkNCCL&)`, which the watchdog gets (`PG::workEnqueue`): who has the other does not see the
@@ -71,8 +72,9 @@ class WorkNCCL(dist.Work):
         """`WorkNCCL::isCompleted`: an error, or its end event has come. After an abort it has. Asking the event raises
         the error of any kernel of this process (`finishedGPUExecutionInternal`).
         """
-        if self.error is None:
-            device().check()
+        # A watchdog may outlive the test that began it, and with it the device.
+        if self.error is None and self._device.is_in_use:
+            self._device.check()
         return self.error is not None or self.kernel.ended.is_set()
 
     def is_success(self) -> bool:
