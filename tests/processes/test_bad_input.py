@@ -74,7 +74,11 @@ def test_a_file_that_raises_shows_where(elche: Callable[..., Command], job_file:
     ("arguments", "lines", "said"),
     [
         ((), "NUM_SAMPLES = 0", "an empty data set"),
-        ((), REPLACE.format("dataset=lambda: iter([1])"), "must return a map-style data set"),
+        (
+            (),
+            REPLACE.format("dataset=lambda: iter([1])"),
+            "must return a data set with len() and [index], or an IterableDataset, not list_iterator",
+        ),
         (("--policy", "weekly"), "", "policy must be one of cadence,"),
         (("--ranks", "2", "--slow", "2=3"), "", "rank 2 cannot be slowed: there are ranks 0 to 1"),
         (("--slow", "1=3"), "", "rank 1 cannot be slowed: there is only rank 0"),
