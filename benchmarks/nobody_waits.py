@@ -43,10 +43,10 @@ def cases() -> Iterator[Case]:
     yield "burst: 3 s of 1,000 ms a batch, epochs of 23", burst, {"dataset_size": 230, "epochs": 100}
     short = pair(3.0, changes=((3.0, 200.0), (4.0, 6.9)))
     yield "burst: 1 s of 200 ms a batch of 7 ms, epochs of 300", short, {"dataset_size": 300, "epochs": 200}
-    for ms in (10.0, 500.0, 1600.0, 3000.0, 16000.0):
+    for ms in (10.0, 500.0, 1600.0, 3000.0, 14000.0, 16000.0):
         options = {"dataset_size": 1000, "epochs": 20 if ms < 10000 else 300, "evaluation_ms": ms}
         yield f"evaluations of {ms:.0f} ms, epochs of 1.4 s", pair(), {"has_evaluation": True, **options}
-    for ms in (300.0, 3000.0):
+    for ms in (300.0, 2000.0, 3000.0):
         options = {"dataset_size": 230, "epochs": 60 if ms < 1000 else 600, "evaluation_ms": ms}
         ranks = [*pair(), RankModel(batch_ms=30.0)]
         yield f"evaluations of {ms:.0f} ms, three ranks, epochs of 0.2 s", ranks, {"has_evaluation": True, **options}
