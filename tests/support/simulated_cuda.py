@@ -207,6 +207,8 @@ class Device:
         """Of storages on the device."""
         self.num_operations: dict[str, int] = {}
         """By stream."""
+        self.num_waits: dict[str, int] = {}
+        """By thread of the host."""
         self.run_collective: Callable[[Any, Any, dict[str, Any]], Any] | None = None
         """Runs a collective of torch's process groups on tensors of the device, if there is something that can."""
         self._lock = threading.RLock()
@@ -352,16 +354,16 @@ class Device:
         if not _tensors(values):
             return bool(func._schema.returns) and values is not None
         tensors = _tensors(args)
-        hosts = [one for one in tensors if not isinstance(one, OnDevice) and one.dim()]
+        hosts = [one for one in tensors if not isinstance(one, OnDevice) and one.dim() and one.numel()]
         is_copy = func._schema.name in ("aten::copy_", "aten::_to_copy")
         if is_copy and func._schema.name == "aten::copy_" and len(args) > 2:
             kwargs = {**kwargs, "non_blocking": args[2]}
         if not is_copy or not kwargs.get("non_blocking", False):
             crosses = len({isinstance(one, OnDevice) for one in tensors}) > 1 or kwargs.get("device") is not None
             return bool(hosts) or (is_copy and crosses)
-        return any(not self._buffer(one).is_pinned for one in hosts) or (
-            func._schema.name == "aten::_to_copy" and not hosts
-        )
+        target = kwargs.get("device")
+        goes_out = func._schema.name == "aten::_to_copy" and target is not None and torch.device(target).type == "cpu"
+        return goes_out or any(not self._buffer(one).is_pinned for one in hosts)
 
     def _new(self, tensor: torch.Tensor, on_device: bool, is_pinned: bool) -> Buffer:
         name = f"a tensor {tuple(tensor.shape)} made in {_where()}"
@@ -404,6 +406,7 @@ class Device:
         for buffer in reads:
             buffer.reads.append(access)
         if waits:
+            self.num_waits[thread] = self.num_waits.get(thread, 0) + 1
             join(of_thread, own)
 
     def _check(self, access: Access, own: Clock, verb: str, buffer: Buffer, others: list[Access | None]) -> None:

@@ -109,6 +109,33 @@ def test_a_checkpoint_has_the_result_and_the_next_round_waits_for_it(
         assert [one.WhichOneof("message") for one in rank.said] == ["checkpoint_saved"] * 3
 
 
+def test_a_checkpoint_of_a_round_does_not_have_the_training_thread_wait_for_the_device(
+    device: Device, tmp_path: Path
+) -> None:
+    """Moments, buffers and what the merge knows are copied while it trains on."""
+    changes: dict[str, Any] = {"optimizer": lambda model: torch.optim.AdamW(model.parameters())}
+    with new_rank(tmp_path, on_device(), memory="device", **changes) as rank:
+        rank.round(meanwhile=1)  # what is measured once
+        before = device.num_waits.get(device.thread, 0)
+        for _ in range(2):
+            rank.round(meanwhile=1, may_be_checkpoint=True)
+            rank.write()
+        assert device.num_waits.get(device.thread, 0) == before
+        rank.replica.checkpoints.writer._thread.shutdown()
+
+
+def test_a_checkpoint_is_written_when_its_copies_have_come(
+    device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    events = []
+    computed = CudaStreams.computed
+    monkeypatch.setattr(CudaStreams, "computed", lambda streams: events.append(computed(streams)) or events[-1])
+    with new_rank(tmp_path, GROUPS["over gloo"]()) as rank:
+        rank.round(may_be_checkpoint=True)
+        assert not events[-1].query()
+        assert rank.replica.checkpoints.capture._thread.submit(events[-1].query).result()  # after the copy
+
+
 def test_an_evaluation_sees_the_result_and_training_goes_on_from_its_own(
     device: Device, tmp_path: Path, group: Collectives
 ) -> None:

@@ -35,6 +35,10 @@ class DeviceStreams:
     def finish_communication(self) -> None:
         """Waits on the host for all queued communication, and the computation that was handed over before it."""
 
+    def computed(self) -> Any:
+        """An event after all queued computation, on which the host may wait; None on the CPU."""
+        return None
+
     def communicated(self) -> Any:
         """An event after all queued communication; None on the CPU."""
         return None
@@ -82,6 +86,10 @@ class CudaStreams(DeviceStreams):
 
     def finish_communication(self) -> None:
         self._communication.synchronize()
+
+    def computed(self) -> Any:
+        new_event: Any = torch.cuda.Event  # untyped
+        return self._compute.record_event(new_event(blocking=True))  # CUDA's default wait spins, which takes a core
 
     def communicated(self) -> Any:
         return self._communication.record_event()

@@ -458,11 +458,11 @@ def extra_of(model: nn.Module) -> dict[str, Any]:
     return {name: one for name, one in model.state_dict().items() if not isinstance(one, torch.Tensor)}
 
 
-def other_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the buffers that `state_dict` leaves out. Those that no file can hold (sparse ones) are left to
-    `model()`.
+def other_buffers(model: nn.Module, *, is_queued: bool = False) -> dict[str, torch.Tensor]:
+    """Copies of the buffers that `state_dict` leaves out, queued or not as by `copied`. Those that no file can hold
+    (sparse ones) are left to `model()`.
     """
     persistent = model.state_dict()
     places = {place_of(one) for one in persistent.values() if can_hold(one) and one.numel()}  # under any name
     named = ((name, one) for name, one in model.named_buffers() if name not in persistent and can_hold(one))
-    return {name: copied(buffer) for name, buffer in named if place_of(buffer) not in places}
+    return {name: copied(buffer, is_queued=is_queued) for name, buffer in named if place_of(buffer) not in places}

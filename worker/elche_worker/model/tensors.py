@@ -218,25 +218,42 @@ def _kind_of(name: str, *fields: str) -> Any:
     return namedtuple(name, fields, rename=True)
 
 
-def copied(value: Any, into: Any = None) -> Any:
+def copied(value: Any, into: Any = None, *, is_queued: bool = False) -> Any:
     """The same structure with copies, on the CPU, of its tensors: in `into`, an earlier copy, where that fits.
 
-    A sharded tensor is copied to a `Piece`.
+    A sharded tensor is copied to a `Piece`. With `is_queued` the host does not wait for a CUDA device: its tensors are
+    copied to pinned memory on the current stream, and may be read when the stream has come so far.
     """
+    again = functools.partial(copied, is_queued=is_queued)
     if isinstance(value, Piece):
-        return replace(value, local=copied(value.local, into.local if isinstance(into, Piece) else None))
+        return replace(value, local=again(value.local, into.local if isinstance(into, Piece) else None))
     if is_divided(value):
-        return Piece.of(value, copied(local_of(value), into.local if isinstance(into, Piece) else None))
+        return Piece.of(value, again(local_of(value), into.local if isinstance(into, Piece) else None))
     if isinstance(value, torch.Tensor):
         if isinstance(into, torch.Tensor) and into.shape == value.shape and into.dtype == value.dtype:
-            return into.copy_(value.detach())
+            return into.copy_(value.detach(), non_blocking=is_queued)
+        # A wrapper of other tensors, such as a state of eight bits (torchao), stays what it is.
+        if is_queued and value.is_cuda and is_plain(value) and not hasattr(value, "__tensor_flatten__"):
+            return host_memory(value).copy_(value.detach(), non_blocking=True)
         # Contiguous, since `to` keeps strides, and a file has values in the order of indices.
         return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     if isinstance(value, Mapping):
         old = into if isinstance(into, Mapping) else {}
-        return {key: copied(one, old.get(key)) for key, one in value.items()}
+        return {key: again(one, old.get(key)) for key, one in value.items()}
     if isinstance(value, list | tuple):
         olds = into if isinstance(into, list | tuple) and len(into) == len(value) else [None] * len(value)
         make = getattr(type(value), "_make", type(value))  # the constructor of a named tuple takes its fields
-        return make(copied(one, old) for one, old in zip(value, olds, strict=True))
+        return make(again(one, old) for one, old in zip(value, olds, strict=True))
     return value
+
+
+def host_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for a copy of the tensor's values on the host, pinned if they come from a CUDA device: a copy to other
+    memory is several times as slow, and the host waits for it.
+    """
+    if tensor.is_cuda:
+        try:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        except RuntimeError:  # the host has no more memory that can be pinned: a slow copy is better than none
+            pass
+    return torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -1,6 +1,7 @@
 """Copies what a checkpoint needs of a round, so that training goes on while it is written."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,12 @@ from elche_worker.model.optimizer_state import check_is_alike, groups_in, in_ord
 from elche_worker.model.own_state import OwnState
 from elche_worker.model.step import Built, TrainStep
 from elche_worker.model.storage import place_of, results_of_views
-from elche_worker.model.tensors import Piece, assign, copied, is_divided, local_of, placed
+from elche_worker.model.tensors import Piece, assign, copied, host_memory, is_divided, local_of, placed
 from elche_worker.model.wrapped import load_state
 from elche_worker.user.schedule import LearningRates
+
+queued = partial(copied, is_queued=True)
+"""Copies without waiting for the device. The checkpoint is written only when `_copy` has waited for that."""
 
 
 class CheckpointCapture:
@@ -65,7 +69,7 @@ class CheckpointCapture:
         old = self._spare[-1].state if self._spare else {}
         return {
             "rank": self._rank,
-            "optimizers": copied([one.state_dict() for one in self._built.all_optimizers], old.get("optimizers")),
+            "optimizers": queued([one.state_dict() for one in self._built.all_optimizers], old.get("optimizers")),
             "stepped": self._stepped,
             "scaler": copied(self._step.scaler.state_dict()),
             "random": capture_rng_state(),
@@ -77,9 +81,9 @@ class CheckpointCapture:
         # including what callbacks have set after they saw the result
         state = {**at_entry, "rates": self._rates.to_json(), "switches": self._switches.to_json()}
         if self._own_state.objects:
-            state["registered"] = copied(self._own_state.state(), old.state.get("registered"))
-        state["outer"] = copied(self._reduction.memories(), old.state.get("outer"))
-        buffers = other_buffers(self._built.model)
+            state["registered"] = queued(self._own_state.state(), old.state.get("registered"))
+        state["outer"] = queued(self._reduction.memories(), old.state.get("outer"))
+        buffers = other_buffers(self._built.model, is_queued=True)
         state["buffers"] = {name: one for name, one in buffers.items() if name in self._names}
         live = {name: one for name, one in persistent_tensors(self._built.model).items() if name in self._names}
         own = self._layout.tensors()
@@ -89,15 +93,16 @@ class CheckpointCapture:
         with self._streams.communication():
             results |= results_of_views(live, results)
             mean |= results_of_views(live, mean) if mean else {}
-        weights = {name: copied(tensor, old.weights.get(name)) for name, tensor in live.items() if name not in results}
+        weights = {name: queued(tensor, old.weights.get(name)) for name, tensor in live.items() if name not in results}
         data = CheckpointData(weights, state, self._left_out.digest)
         # the copy is next on the communication stream: no round is entered before it has ended
         self._streams.hand_over()
-        self._copying = self._thread.submit(self._copy, data, live, results, mean, old)
+        self._copying = self._thread.submit(self._copy, self._streams.computed(), data, live, results, mean, old)
         return data
 
     def _copy(
         self,
+        event: Any,
         data: CheckpointData,
         live: dict[str, torch.Tensor],
         results: dict[str, torch.Tensor],
@@ -107,10 +112,12 @@ class CheckpointCapture:
         with self._streams.communication():
             _copy(data, live, results, old.weights)
             data.mean.update(copied(mean, old.mean))
+        if event is not None:
+            event.synchronize()  # after it all `queued` copies are there
 
     def recapture_moments(self, at_entry: dict[str, Any]) -> None:
         """Copies averaged moments again, while the optimizers hold those of the result."""
-        at_entry["optimizers"] = copied(
+        at_entry["optimizers"] = queued(
             [one.state_dict() for one in self._built.all_optimizers], at_entry["optimizers"]
         )
 
@@ -163,7 +170,7 @@ def _copy(
         form = local_of(live[name])
         if target is None or target.shape != form.shape or target.dtype != form.dtype:
             # In the form of the model's tensor: rounds have complex numbers as pairs.
-            target = torch.empty(form.shape, dtype=form.dtype)
+            target = host_memory(form)
         assign(target, view)
         data.weights[name] = Piece.of(live[name], target) if is_divided(live[name]) else target
 
