@@ -9,7 +9,7 @@ from elche_audit.agreement import ledger_faults, other_seeds, record_faults, unl
 from elche_audit.coverage import CoveredPiece, Ranges, difference, gaps, overlaps, words
 from elche_audit.history import Attempt, AuditedRound, attempts_of, contents, positions
 from elche_audit.journal import faults
-from elche_audit.rank_file import Damaged, Joined, RankFile
+from elche_audit.rank_file import Damaged, Joined, RankFile, Start
 from elche_audit.run_folder import CADENCE, RECORD, CheckpointBooks, ReportedRound, RunFolder, read_books, read_run
 from elche_audit.verdict import Thrown, Verdict
 
@@ -19,6 +19,8 @@ AGREED = {
     "dataset_size": "another size of the data set",
     "batch_size": "another batch size",
     "members": "another size of its replica group",
+    "nonfinite": "another treatment of values that are not finite",
+    "outliers": "another treatment of outliers",
     "source": "another file",
     "code": "another module or folder",
     "settings": "other settings",
@@ -235,6 +237,7 @@ class _Judge:
         out = sum(part.samples for part in one.parts if part.is_left_out)
         if one.is_whole and out != one.result.left_out:
             found.append(f"{one.words} left out {one.result.left_out} samples, and its ranks say that it was {out}")
+        found += _against_settings(one, self._run.files[0].start)
         newest = max(entry.version for entry in one.entries.values())
         # Of a round that is not whole, the files of those that had the model may be missing.
         if one.is_whole and one.version != newest + 1:
@@ -577,6 +580,20 @@ def _differing(one: AuditedRound) -> list[str]:
             if first[0] != value:
                 two = f"{what} differs between {first[1]} and {name}"
                 found.append(f"version {one.version} ({one.words}) has two contents: {two}")
+    return found
+
+
+def _against_settings(one: AuditedRound, start: Start) -> list[str]:
+    """What a committed round has that the job's settings rule out, a line each."""
+    found = []
+    if one.result.left_out and start.nonfinite and "skip" not in (start.nonfinite, start.outliers):
+        found.append(f"{one.words} left out {one.result.left_out} samples, and by its settings the job leaves out none")
+    if start.nonfinite == "fail":
+        found += [
+            f"{one.words} has values of {name} that are not finite, and by its settings the job fails at these"
+            for name, result in one.results.items()
+            if not result.is_finite
+        ]
     return found
 
 

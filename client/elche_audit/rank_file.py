@@ -61,6 +61,9 @@ class Start:
     epochs: int
     drop_last: bool
     max_steps: int | None
+    nonfinite: str = ""
+    outliers: str = ""
+    """The settings of these names; empty if the file does not say."""
     members: int = 1
     """Processes of its replica group."""
     device: str = ""
@@ -89,7 +92,16 @@ class Start:
             raise ValueError
         if not isinstance(self.job, str) or not isinstance(self.resume, str) or not isinstance(self.drop_last, bool):
             raise ValueError
-        texts = [self.device, self.label, self.torch, self.file_name, self.source, self.code]
+        texts = [
+            self.device,
+            self.label,
+            self.torch,
+            self.file_name,
+            self.source,
+            self.code,
+            self.nonfinite,
+            self.outliers,
+        ]
         if not all(isinstance(one, str) for one in [*texts, *self.arguments]) or not isinstance(self.settings, dict):
             raise ValueError
         if not isinstance(self.arguments, list) or not isinstance(self.warms_up, bool):
@@ -165,6 +177,11 @@ class Received:
     def is_left_out(self) -> bool:
         """True if the rank's values were left out of the average."""
         return bool(self.flags & LEFT_OUT)
+
+    @property
+    def is_finite(self) -> bool:
+        """True if the rank's values were finite."""
+        return not self.flags & NOT_FINITE
 
     @property
     def level(self) -> int:

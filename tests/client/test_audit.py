@@ -35,7 +35,7 @@ LAYOUTS = {
     "evaluated": (9, "<QIQQ"),
     "decided": (11, "<B"),
 }
-LEFT_OUT, HAS_DIGEST = 1, 4
+LEFT_OUT, NOT_FINITE, HAS_DIGEST = 1, 2, 4
 VERSION, SAMPLES, OUT, ROWS, FLAGS, HEADER, DIGEST = range(3, 10)
 """Places in a record of a result, after its kind, generation and round."""
 
@@ -201,9 +201,9 @@ def begun(folder: Path, **options: Any) -> Run:
     return run
 
 
-def whole(folder: Path) -> Run:
+def whole(folder: Path, **options: Any) -> Run:
     """The second epoch too, with a checkpoint in its middle."""
-    run = begun(folder)
+    run = begun(folder, **options)
     for start in (0, 16):
         run.train(A, 1, start, 8)
         run.train(B, 1, start + 8, 8)
@@ -461,6 +461,10 @@ def another_group_size(run: Run) -> None:
     run.logs[B].start["members"] = 2
 
 
+def another_treatment_of_outliers(run: Run) -> None:
+    run.logs[B].start["outliers"] = "skip"
+
+
 def set_to_more_epochs(run: Run) -> None:
     for log in run.logs.values():
         log.start["settings"] = {"epochs": EPOCHS + 1}
@@ -548,6 +552,7 @@ def record_of_the_best_of_no_epoch(run: Run) -> None:
 
 FAULTS: dict[Fault, str] = {
     another_batch_size: r"rank 1 .*: it was to train with another batch size than rank 0",
+    another_treatment_of_outliers: r"rank 1 .*: it was to train with another treatment of outliers than rank 0",
     another_group_size: r"rank 1 .*: it was to train with another size of its replica group than rank 0",
     set_to_more_epochs: r"rank 0 .*: the job is set to epochs 3, and it was to train with 2",
     outcome_that_the_rank_ignores: r"rank 0 .*: it went on after the job had succeeded",
@@ -1662,6 +1667,34 @@ def test_samples_that_were_left_out_of_an_average_are_named(tmp_path: Path) -> N
     assert code == 0, text
     assert "not in the model: 16 samples (4 batches) of rank 1, incarnation 2: left out of the average" in text
     assert "except 16 that were left out of averages" in text
+
+
+@pytest.mark.parametrize(
+    ("nonfinite", "outliers", "code"),
+    [("fail", "keep", 1), ("ignore", "keep", 1), ("fail", "skip", 0), ("skip", "keep", 0), ("", "", 0)],
+)
+def test_samples_are_left_out_of_averages_only_where_a_setting_says_so(
+    tmp_path: Path, nonfinite: str, outliers: str, code: int
+) -> None:
+    run = begun(tmp_path, nonfinite=nonfinite, outliers=outliers)
+    run.train(A, 1, 0, 16)
+    run.train(B, 1, 16, 16)
+    run.average(A, B, left_out=B)
+    run.end()
+    told, text = judged(run)
+    assert told == code, text
+    assert ("left out 16 samples, and by its settings the job leaves out none" in text) == bool(code)
+
+
+@pytest.mark.parametrize(("nonfinite", "code"), [("fail", 1), ("skip", 0), ("ignore", 0)])
+def test_values_that_are_not_finite_are_in_no_round_of_a_job_that_fails_at_them(
+    tmp_path: Path, nonfinite: str, code: int
+) -> None:
+    run = whole(tmp_path, nonfinite=nonfinite)
+    run.logs[A].find("received")[FLAGS] |= NOT_FINITE
+    told, text = judged(run)
+    assert told == code, text
+    assert (f"has values of {A} that are not finite, and by its settings the job fails at these" in text) == bool(code)
 
 
 def test_a_dead_rank_that_was_left_out_is_known_by_the_others(tmp_path: Path) -> None:

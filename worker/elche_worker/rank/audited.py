@@ -21,7 +21,9 @@ OUTCOMES = {"succeeded": 1, "ended early": 2, "failed": 3, "cancelled": 4}
 """The number of each outcome of a job in the file."""
 
 
-def start_of(launch: Launch, extent: Extent, *, resumed: str, version: int, samples: int) -> dict[str, Any]:
+def start_of(
+    launch: Launch, extent: Extent, options: AveragingOptions, *, resumed: str, version: int, samples: int
+) -> dict[str, Any]:
     """The head of the file: the process, the training, and the checkpoint that it resumes from; or ""."""
     return {
         "job": launch.job_id,
@@ -35,6 +37,8 @@ def start_of(launch: Launch, extent: Extent, *, resumed: str, version: int, samp
         "epochs": extent.epochs,
         "drop_last": extent.drop_last,
         "max_steps": extent.max_steps,
+        "nonfinite": options.nonfinite,
+        "outliers": options.outliers,
         "members": launch.group_size,
         "device": launch.device,
         "label": launch.label,

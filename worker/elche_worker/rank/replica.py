@@ -164,7 +164,7 @@ class Replica:
         if parts.loaded is not None:
             self._resume(parts.loaded)
         # After the resume: the file's head says from which version and samples this process goes on.
-        self.audit = Audited(self._new_audit() if job.audit and parts.group.is_leader else None, options)
+        self.audit = Audited(self._new_audit(options) if job.audit and parts.group.is_leader else None, options)
 
     def _new_capture(self) -> CheckpointCapture:
         parts, reduction = self._parts, self.averaging.reduction
@@ -173,12 +173,12 @@ class Replica:
         of = self.launch.rank, parts.built, parts.layout
         return CheckpointCapture(*of, step, reduction, rates, seed, streams, left_out, parts.own_state)
 
-    def _new_audit(self) -> AuditLog:
+    def _new_audit(self, options: AveragingOptions) -> AuditLog:
         """The file of what this rank trains, besides its other files."""
         launch, loaded = self.launch, self._parts.loaded
         resumed = "" if loaded is None else loaded.path
         samples = self._result.samples
-        head = start_of(launch, self._parts.extent, resumed=resumed, version=self.version, samples=samples)
+        head = start_of(launch, self._parts.extent, options, resumed=resumed, version=self.version, samples=samples)
         folder = Path(launch.output_dir) / "audit" / launch.job_id
         log = AuditLog(folder / f"rank-{launch.rank}-{launch.incarnation}.bin", head)
         keep_source(folder, launch.source)
