@@ -209,8 +209,13 @@ def test_what_is_said_of_a_job_that_trains(lab: Lab, steady: str) -> None:
 
 
 def test_a_job_is_followed_to_its_end(lab: Lab) -> None:
-    job = lab.client.submit(lab.folder / SHORT, num_ranks=1, monitor="mse", mode="min").id
+    before = lab.client.submit(lab.folder / LONG, num_ranks=3)
+    job = lab.client.submit(lab.folder / SHORT, num_ranks=1, monitor="mse", mode="min").id  # waits in the queue
     following = [lab.started(words, JOB=job) for words in of("watch", "logs", "chaos")]
+    begun = following[-1].stdout
+    assert begun is not None
+    assert "a fault each" in (line := begun.readline()), line  # else the job may have ended before
+    before.cancel()
     for one in following:
         said, _ = one.communicate(timeout=400)
         assert one.returncode == 0, said

@@ -122,7 +122,6 @@ class Chaos:
 
     def run(self, limit_s: float) -> None:
         """Breaks things until the job ends, or for this many seconds. Raises what a watch raises, and `Interrupted`."""
-        self._client.inject(self._job_id, None)  # raises where faults are not allowed
         notifications: NotificationQueue = SimpleQueue()
         start_watch(self._client.job(self._job_id), notifications.put)
         began_s = time.monotonic()
@@ -221,6 +220,7 @@ def run(
     """
     with Client(address, reconnect_s=RECONNECT_S) as client:
         job_id, _ = of_job(client, job, client.get)
+        client.inject(job_id, None)  # raises where faults are not allowed, or the job has ended
         chaos = Chaos(client, job_id, mtbf_s=mtbf_s, faults=faults, seed=seed)
         print_notice(f"job {job_id}: a fault each {duration(mtbf_s)} on average, of {', '.join(faults)}; seed {seed}")
         try:
