@@ -54,6 +54,8 @@ SHOWN = (
     "hinge",
     "contrastive_queue",
     "constrained",
+    "rare_rows",
+    "rare_rows_adam",
 )
 """Tasks in the page's tables."""
 GAME = "gan"
