@@ -1,5 +1,6 @@
 """Evaluations in one process: means, tensors that are summed, metrics of sums, and the rehearsal before training."""
 
+import copy
 import random
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -100,6 +101,62 @@ def test_gradients_that_an_evaluation_makes_are_not_added_to_trainings() -> None
     evaluate(replace(JOB, evaluate=attacked), model, "train.py")
     assert [one.grad for one in model.parameters()] == before
     assert not model.weight.grad.any()
+
+
+def test_what_an_evaluation_freezes_is_trained_on() -> None:
+    """As a linear probe does: the rank that evaluated trained without these layers, in silence."""
+
+    def probed(model: nn.Module) -> dict[str, float]:
+        model.requires_grad_(False)
+        return {"loss": 0.0}
+
+    model = nn.Linear(3, 1)
+    model.bias.requires_grad_(False)
+    evaluate(replace(JOB, evaluate=probed), model, "train.py")
+    assert [one.requires_grad for one in model.parameters()] == [True, False]
+
+
+def in_train_mode(model: nn.Module, *_: Any) -> dict[str, float]:
+    model.train()
+    return {"loss": model(torch.ones(4, 3)).sum().item()}
+
+
+@torch.no_grad()
+def adapted(model: nn.Module, *_: Any) -> dict[str, float]:
+    for parameter in model.parameters():
+        parameter.data.add_(1.0)
+    return {"loss": 0.0}
+
+
+@torch.no_grad()
+def put_back(model: nn.Module, *_: Any) -> dict[str, float]:
+    kept = copy.deepcopy(model.state_dict())
+    adapted(model)
+    model.load_state_dict(kept)
+    return {"loss": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (in_train_mode, "other values in the model's 1.running_mean and 1 more than"),
+        (adapted, "other values in the model's 0.weight and 3 more than"),
+        (put_back, ""),
+    ],
+)
+@pytest.mark.parametrize("way", ["evaluate", "eval_step"])
+def test_an_evaluation_that_changes_the_model_is_told_so(
+    function: Any, said: str, way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were in the trained model, without a word: test-time adaptation, dropout for several predictions."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    if way == "evaluate":
+        evaluate(replace(JOB, evaluate=function), model, "train.py")
+    else:
+        job = replace(JOB, evaluate=None, eval_dataset=held_out, eval_step=function)
+        rehearse(job, model, held_out(), "train.py", batch_size=8, backs_off=False)
+    told = capsys.readouterr().err
+    assert (f"elche: {way}() leaves {said}" in told) if said else not told
 
 
 def test_a_part_of_an_evaluation_counts_each_of_its_samples_once() -> None:
@@ -261,15 +318,31 @@ class TrainsItself(nn.Linear):
         raise AssertionError("elche does not call it")
 
 
+def exported() -> nn.Module:
+    return torch.export.export(nn.Linear(3, 1), (torch.ones(2, 3),)).module()
+
+
+MODELESS = {
+    "its train() is no mode": (
+        lambda: TrainsItself(3, 1),
+        r"model.eval\(\) calls its train\(False\), which raised .* give a method",
+    ),
+    "exported": (exported, r"model.eval\(\) raised NotImplementedError .* return the module that was exported"),
+}
+
+
+@pytest.mark.parametrize(("model", "said"), MODELESS.values(), ids=MODELESS)
 @pytest.mark.parametrize("way", ["alone", "rank"])
-def test_a_model_that_cannot_go_into_eval_mode_is_refused_before_training(world: Make, way: str) -> None:
-    """Its job failed after the first epoch."""
-    parts: dict[str, Any] = {"model": lambda: TrainsItself(3, 1), "evaluate": lambda model: {}}
+def test_a_model_that_cannot_go_into_eval_mode_is_refused_before_training(
+    world: Make, way: str, model: Callable[[], nn.Module], said: str
+) -> None:
+    """Its job failed after the first epoch, or with a traceback."""
+    parts: dict[str, Any] = {"model": model, "evaluate": lambda model: {}}
     if way == "rank":
         rehearse_job: Callable[[], object] = partial(world(1, **parts).ranks[0].replica.rehearse, warms_up=False)
     else:
         rehearse_job = partial(replace(JOB, **parts).run, device="cpu")
-    with pytest.raises(InvalidJob, match=r"model.eval\(\) calls its train\(False\), which raised .* give a method"):
+    with pytest.raises(InvalidJob, match=said):
         rehearse_job()
 
 

@@ -1,6 +1,7 @@
 """Evaluates a model by the job's functions: means over samples, and metrics of sums over all samples."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +12,14 @@ from torch.utils.data import DataLoader, Subset
 
 from elche.errors import InvalidJob
 from elche.evaluation import MAX_SUM_BYTES, missing_metric
+from elche.output import notice
 from elche_worker.device.faults import is_out_of_memory
 from elche_worker.device.rng import seeded
 from elche_worker.device.transfer import to_device
+from elche_worker.model.layout import STATISTIC, digest_of
 from elche_worker.model.modes import evaluating
 from elche_worker.model.step import named
+from elche_worker.model.tensors import is_plain
 from elche_worker.model.trial import unchanged
 from elche_worker.user.job import JobDefinition
 from elche_worker.user.scalars import Sum, described, number_of, take_scalars
@@ -40,7 +44,7 @@ def evaluate(
     evaluates depends on time, and after a resume an evaluation may come again.
     """
     assert job.evaluate is not None
-    with evaluating(model, optimizers), seeded(job.seed):
+    with evaluating(model, optimizers), seeded(job.seed), _telling_changes(job, model, "evaluate"):
         returned = job.evaluate(model)
     return Evaluated({name: (value, 1) for name, value in _numbers(returned, "evaluate", file_name).items()})
 
@@ -134,7 +138,8 @@ def rehearse(
             size = min(batch_size if job.eval_metrics is None else 2 * batch_size - 1, len(dataset))
             try:
                 part = (job, model, dataset, 0, size, file_name)
-                done = evaluate_part(*part, batch_size=batch_size, optimizers=optimizers)
+                with _telling_changes(job, model, "eval_step"):
+                    done = evaluate_part(*part, batch_size=batch_size, optimizers=optimizers)
                 break
             except Exception as error:
                 if not (backs_off and batch_size > 1 and is_out_of_memory(error)):
@@ -146,11 +151,44 @@ def rehearse(
         raise InvalidJob(f"{file_name}: {missing_metric(job.monitor, metrics)}")
 
 
+@contextmanager
+def _telling_changes(job: JobDefinition, model: nn.Module, function: str) -> Iterator[None]:
+    """Says if the job's function leaves other weights or statistics than it found. Only the rank that evaluates would
+    have them: nothing else would show that, and the final model is one that was evaluated.
+    """
+    if job.shard is not None:  # parts of the model are gathered and freed in its forward pass
+        yield
+        return
+    before = _digests(model)
+    yield
+    after = _digests(model)
+    changed = [name for name, digest in before.items() if after.get(name) != digest]
+    if changed:
+        others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        notice(
+            f"{function}() leaves other values in the model's {changed[0]}{others} than it found: they may be in the "
+            "trained model, and in what one rank trains further. Let it change a copy (copy.deepcopy(model)), or put "
+            "them back"
+        )
+
+
+def _digests(model: nn.Module) -> dict[str, int]:
+    """Digests of parameters and of buffers that are statistics; an evaluation may change others, such as caches."""
+    statistics = ((name, one) for name, one in model.named_buffers() if name.rpartition(".")[2].startswith(STATISTIC))
+    named = [*model.named_parameters(), *statistics]
+    return {name: digest_of([one.detach()]) for name, one in named if is_plain(one)}
+
+
 def rehearse_modes(model: nn.Module, file_name: str) -> None:
     """Goes into eval mode and back: a model that cannot is found before training."""
     try:
         with evaluating(model):
             pass
+    except NotImplementedError as error:
+        raise InvalidJob(
+            f"{file_name}: the model cannot be evaluated: model.eval() raised NotImplementedError ({error}). What "
+            "torch.export makes has no modes: return the module that was exported"
+        ) from error
     except TypeError as error:
         raise InvalidJob(
             f"{file_name}: the model cannot be evaluated: model.eval() calls its train(False), which raised {error}; "

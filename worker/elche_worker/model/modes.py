@@ -90,12 +90,13 @@ def evaluated_weights(optimizers: Sequence[Optimizer]) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Iterator[None]:
-    """Context for an evaluation, in eval mode and without gradients. Restores each module's mode afterwards, and the
-    gradients: those that user code makes in it, as for adversarial samples, are not added to training's.
+    """Context for an evaluation, in eval mode and without gradients. Restores each module's mode afterwards, which
+    parameters are frozen, as for a linear probe (else one rank would train without them), and the gradients: those that
+    user code makes in it, as for adversarial samples, are not added to training's.
     """
     modes = {module: module.training for module in model.modules()}
-    gradients = [(one, one.grad) for one in model.parameters()]
-    for one, _ in gradients:
+    parameters = [(one, one.grad, one.requires_grad) for one in model.parameters()]
+    for one, _, _ in parameters:
         one.grad = None
     with evaluated_weights(optimizers):
         model.eval()
@@ -108,7 +109,8 @@ def evaluating(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Iterat
                     module.train()  # a module may override `train`
             for module, was_training in modes.items():
                 module.training = was_training
-            for one, gradient in gradients:
+            for one, gradient, is_trained in parameters:
+                one.requires_grad_(is_trained)
                 one.grad = gradient
 
 
