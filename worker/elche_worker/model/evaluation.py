@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -151,14 +152,21 @@ def rehearse(
         raise InvalidJob(f"{file_name}: {missing_metric(job.monitor, metrics)}")
 
 
+_looked_at: "WeakSet[nn.Module]" = WeakSet()
+"""The models of this process whose first evaluation `_telling_changes` has seen."""
+
+
 @contextmanager
 def _telling_changes(job: JobDefinition, model: nn.Module, function: str) -> Iterator[None]:
     """Says if the job's function leaves other weights or statistics than it found. Only the rank that evaluates would
-    have them: nothing else would show that, and the final model is one that was evaluated.
+    have them: nothing else would show that, and the final model is one that was evaluated. Looks at a model's first
+    evaluation alone, since it reads the whole model twice.
     """
-    if job.shard is not None:  # parts of the model are gathered and freed in its forward pass
+    # Of a sharded model, parts are gathered and freed in its forward pass.
+    if job.shard is not None or model in _looked_at:
         yield
         return
+    _looked_at.add(model)
     before = _digests(model)
     yield
     after = _digests(model)
