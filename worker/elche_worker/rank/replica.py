@@ -59,7 +59,7 @@ from elche_worker.telemetry.timing import new_timer
 from elche_worker.user.callbacks import Callbacks, be_this_rank
 from elche_worker.user.events import record_event
 from elche_worker.user.job import JobDefinition
-from elche_worker.user.rate_watch import RateWatch
+from elche_worker.user.own_counts import OwnCounts
 from elche_worker.user.schedule import LearningRates, Progress
 
 ABORT_PATIENCE_S = 0.5
@@ -135,7 +135,7 @@ class Replica:
             order_change=self.averaging.order_change,
         )
         self.rates = LearningRates(self.optimizers, schedule=job.schedule, scheduler=job.scheduler)
-        self._rate_watch = RateWatch(self.optimizers)
+        self._own_counts = OwnCounts(self.model, self.optimizers)
         self._join_state = JoinState(self.rates, Switches(self.model), self.own_state)
         self._digests = DigestTimes(is_always=launch.verify_rounds)
         self.entered = EnteredRound(0, 0, 0, RoundWork())
@@ -319,7 +319,7 @@ class Replica:
             return
         self.timer.start()
         started_s = time.perf_counter()
-        with _lost_peers_converted(), self._rate_watch.batch():
+        with _lost_peers_converted(), self._own_counts.batch():
             loss, scalars = self.replica_group.train(self.step.run, data, batch)
         if self._slowdown.is_on and self.replica_group.is_leader:
             self._slow_down(started_s)

@@ -1,4 +1,4 @@
-"""A step that sets learning rates itself is told once: each rank counts its own batches."""
+"""A step that sets learning rates itself, or counts batches in the model, is told once: each rank has its own count."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from elche_worker.user.rate_watch import WATCHED_BATCHES
+from elche_worker.user.own_counts import WATCHED_BATCHES
 from support.replicas import Make
 from support.solo import JOB
 
@@ -64,5 +64,30 @@ def test_a_rate_that_the_step_sets_is_told_once(
 def test_rates_are_looked_at_in_the_first_batches_alone(world: Make, capsys: pytest.CaptureFixture[str]) -> None:
     (rank,) = world(1).ranks
     rank.train(WATCHED_BATCHES)
-    assert rank.replica._rate_watch.batch() is rank.replica._rate_watch.batch()
+    assert rank.replica._own_counts.batch() is rank.replica._own_counts.batch()
     assert not capsys.readouterr().err
+
+
+class Warming(nn.Module):
+    """Counts its batches, as for the weight of a KL term or a temperature."""
+
+    def __init__(self, by: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1))
+        self.by = by
+        self.register_buffer("num_batches", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.num_batches += self.by
+        y: torch.Tensor = self.inner(x)
+        return y
+
+
+@pytest.mark.parametrize("by", [0, 1])
+def test_a_counter_of_the_model_is_told_once(world: Make, by: int, capsys: pytest.CaptureFixture[str]) -> None:
+    (rank,) = world(1, model=lambda: Warming(by)).ranks
+    rank.train(3)
+    told = capsys.readouterr().err
+    assert told.count("the model's num_batches counts batches") == by
+    assert "num_batches_tracked" not in told
