@@ -50,7 +50,8 @@ class OwnCounts:
             was, now = changes[0]
             notice(
                 f"the learning rate was {was:g} before train_step and is {now:g} after it. If it follows a count of "
-                "batches: of several ranks each counts its own, and a resumed training counts anew. Give schedule=, whose argument has the whole job's progress, or take that from this_rank().progress"
+                "batches: of several ranks each counts its own, and a resumed training counts anew. Give schedule=, "
+                "whose argument has the whole job's progress, or take that from this_rank().progress"
             )
         counting = [name for name, count in self._counts().items() if count == counts[name] + 1]
         if counting:
