@@ -39,6 +39,7 @@ from elche_worker.trainer.progress import ProgressTracker
 from elche_worker.trainer.requests import NUM_MARKS, RequestConsensus, mark, marks_differ
 from elche_worker.trainer.same_batches import SameBatches
 from elche_worker.trainer.share import StepShare
+from elche_worker.trainer.summed_loss import SummedLoss
 from elche_worker.trainer.together import Together
 
 LEAST_SHARE = 2
@@ -115,6 +116,7 @@ class Stepper:
         note_stepped = self.comparison.note_changed
         self._others = OtherOptimizers(model, optimizers, world, self.averager, note_stepped=note_stepped)
         self._leftovers = Leftovers(optimizers, tells=not world.rank)
+        self._summed_loss = SummedLoss(tells=world.size > 1 and not world.rank)
         begin_noting()
         _steppers.add(self)
         self._is_normalised = False
@@ -216,6 +218,8 @@ class Stepper:
         self.share.add(step)
         if self._world.size > 1:
             self.last_sizes = step.among(self._world.members).samples
+            if self.el_che is None:
+                self._summed_loss.begin_batch(num_samples, sum(self.last_sizes))
             # The weight is unknown during backward if more batches may follow (El Che), or if the loop gives `samples`,
             # which it does at the step.
             is_known = is_first and self.share.samples is None and self.el_che is None
@@ -383,6 +387,7 @@ class Stepper:
         _steppers.discard(self)
         self._others.close()
         self._leftovers.close()
+        self._summed_loss.close()
         self.averager.close()
 
     def _free_buffers(self) -> list[torch.Tensor]:
