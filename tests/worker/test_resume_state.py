@@ -1,5 +1,6 @@
 """What a rank that goes on from a checkpoint has of it, beside the model and the moments."""
 
+import copy
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,6 +12,7 @@ from torch import nn
 from elche.errors import InvalidJob
 from elche_worker.device.rng import capture_rng_state
 from elche_worker.model.optimizer_state import check_is_alike, in_order_of, names_of, other_options
+from elche_worker.model.savable import check_state
 from elche_worker.model.step import Built
 from elche_worker.rank.checkpoint_capture import CheckpointCapture
 from elche_worker.user.schedule import LearningRates
@@ -97,6 +99,38 @@ class Slow(Lookahead):
         super().load_state_dict({"state": state["slow"], "param_groups": state["param_groups"]})
         self.base.load_state_dict({"state": state["state"], "param_groups": state["param_groups"]})
         self.fast_state = self.base.state
+
+
+class Apart(Lookahead):
+    """Has a state of its own, which is all that torch's `state_dict` saves."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base)
+        self.state = defaultdict(dict)
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            self.state[parameter]["slow"] = parameter.detach().clone()
+        return super().step(closure)
+
+
+class Copied(Slow):
+    """Saves copies."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(super().state_dict())
+
+
+@pytest.mark.parametrize(("kind", "num_told"), [(Lookahead, 0), (Slow, 0), (Copied, 0), (Apart, 1)])
+def test_an_optimizer_of_which_the_one_that_wraps_it_saves_nothing_is_told_once(
+    world: Make, kind: Any, num_told: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its moments were gone after a resume, in silence."""
+    made = world(1, optimizer=lambda model: kind(torch.optim.Adam(model.parameters(), lr=0.1)))
+    made.ranks[0].train(2)
+    check_state(made.ranks[0].replica.optimizers)
+    told = capsys.readouterr().err
+    assert told.count(f"{kind.__name__}.state_dict() has nothing of the Adam within it") == num_told
 
 
 @pytest.mark.parametrize("kind", [Lookahead, Slow])

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from elche.errors import InvalidJob
 from elche_worker.model.storage import storage_of
 from elche_worker.model.tensors import can_hold, described, flattened, is_plain, unflattened
-from elche_worker.model.wrapped import on_trial
+from elche_worker.model.wrapped import on_trial, tell_left_out
 from elche_worker.user.loading import check_json
 
 CLOSURE = (
@@ -159,6 +159,7 @@ def check_state(optimizers: Sequence[Optimizer]) -> None:
     for one in optimizers:
         try:
             state.append(one.state_dict())
+            tell_left_out(one, state[-1])
         except Exception as error:
             kind = type(one).__name__
             raise InvalidJob(

@@ -8,8 +8,12 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
+import torch
 from torch.optim import Optimizer
+
+from elche.output import notice
 
 HOOKS = tuple(
     f"_optimizer_{method}_{when}_hooks"
@@ -17,6 +21,10 @@ HOOKS = tuple(
     for when in ("pre", "post")
 )
 """Attributes that these methods of torch's `Optimizer` need, and that its `__init__` sets."""
+
+
+_told: "WeakSet[Optimizer]" = WeakSet()
+"""Those of which `tell_left_out` has told."""
 
 
 def complete(optimizer: Optimizer) -> None:
@@ -57,6 +65,38 @@ def on_trial(optimizer: Optimizer) -> Iterator[None]:
         for one, attributes in before:
             vars(one).clear()
             vars(one).update(attributes)
+
+
+def tell_left_out(optimizer: Optimizer, saved: Any) -> None:
+    """Says once if `saved`, the optimizer's own `state_dict()`, has nothing of the state of one within it."""
+    tensors = list(_tensors_in(saved))
+    for inner in _all_in(optimizer)[1:]:
+        own = list(_tensors_in(list(inner.state.values())))
+        is_saved = any(one is other or _are_equal(one, other) for one in own for other in tensors)
+        if own and not is_saved and inner not in _told:
+            _told.add(inner)
+            outer, kind = type(optimizer).__name__, type(inner).__name__
+            notice(
+                f"{outer}.state_dict() has nothing of the {kind} within it, so that no checkpoint has its moments, and "
+                f"a resumed training begins with none: let state_dict() and load_state_dict() of {outer} contain those "
+                f"of {kind}"
+            )
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors_in(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors_in(one)
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True for equal values, as of a copy. Numbers, such as a step's, are equal by chance."""
+    return bool(one.dim()) and one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _filled(old: Any, new: Any) -> Any:
