@@ -318,8 +318,9 @@ def test_a_group_whose_member_is_killed_is_started_again(groups: Cluster, job_fi
     eventually(lambda: groups.client.jobs()[-1].num_rounds > 3, "it trains")
     before = [ranks_of(groups, rank, member) for rank in (0, 2) for member in (0, 1)]
     victim = ranks_of(groups, 1, 1)
-    os.kill(victim, signal.SIGKILL)
     watch = handle.watch()
+    next(watch)  # it has begun: what was told before is not told again
+    os.kill(victim, signal.SIGKILL)
 
     def lost() -> MembershipReport | None:
         return event if isinstance(event := next(watch), MembershipReport) else None
