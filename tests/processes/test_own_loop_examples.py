@@ -75,7 +75,6 @@ def test_hf_loop_learns_bytes(begin: Begin) -> None:
         assert one["steps"] == 75
 
 
-@pytest.mark.long(reason="Lightning goes the same way")
 def test_hf_trainer_on_two_processes_trains_as_one_does_with_batches_twice_as_large(
     begin: Begin, tmp_path: Path
 ) -> None:

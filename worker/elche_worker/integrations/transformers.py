@@ -54,7 +54,6 @@ class ElcheCallback(TrainerCallback):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = [str(index)] if visible is None else visible.split(",")[index : index + 1]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-        self._places["LOCAL_RANK"] = "0"
 
     def part(self, dataset: "Dataset[Any]") -> "Dataset[Any]":
         """This process's samples: every `world_size`-th, so that all have equally many batches."""
@@ -92,7 +91,9 @@ class ElcheCallback(TrainerCallback):
         self._take_rank(args, state)  # other arguments have reset it
         os.environ.update(self._places)
         # One step for each batch, as Hugging Face counts them: no El Che.
-        config = TrainerConfig(max_anchor=0, device=str(args.device), on_rank_loss=self._on_rank_loss)
+        # The only GPU that this process sees, whatever its LOCAL_RANK.
+        device = "cuda:0" if args.device.type == "cuda" else str(args.device)
+        config = TrainerConfig(max_anchor=0, device=device, on_rank_loss=self._on_rank_loss)
         self._elche = Trainer.setup(model, getattr(optimizer, "optimizer", optimizer), config)
         self._elche._iterations.on_asked = self._ask
         for name in self._places:
