@@ -38,8 +38,6 @@ FILES = {
     "train.py": (JOBS / "linear.py")
     .read_text(encoding="utf-8")
     .replace("job = TrainingJob(", "make_job = dict(monitor='mse', mode='min', "),
-    .read_text(encoding="utf-8")
-    .replace("job = TrainingJob(", "make_job = dict(monitor='mse', mode='min', "),
     "loop.py": next(text for _, text in blocks("python") if text.startswith("# loop.py\n")),
     "sweep.yaml": next(text for _, text in blocks("yaml")).replace("accuracy", "mse").replace("max\n", "min\n"),
     "requirements.txt": "",
