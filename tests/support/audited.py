@@ -48,6 +48,8 @@ def audited(simulation: Simulation, folder: Path) -> None:
                 "epochs": extent.epochs,
                 "drop_last": extent.drop_last,
                 "max_steps": extent.max_steps,
+                "nonfinite": settings.nonfinite,
+                "outliers": settings.outliers,
                 "members": 1,
             }
             name = f"rank-{address['rank']}-{address['incarnation']}.bin"

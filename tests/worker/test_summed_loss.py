@@ -28,20 +28,21 @@ NOT_TOLD: dict[str, Loss] = {
 
 
 @pytest.fixture(autouse=True)
-def backward() -> Iterator[None]:
-    """PyTorch's function is there again at the end."""
-    original = torch.Tensor.backward
-    yield
-    assert torch.Tensor.backward is original
+def backward(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """PyTorch's function is there again at the end; what a test leaves in its place is gone then."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "backward", torch.Tensor.backward)
+        yield
 
 
 def trained(loss: Loss, whole: int = WHOLE, *, tells: bool = True) -> None:
-    watch = SummedLoss(tells=tells)
+    watch, original = SummedLoss(tells=tells), torch.Tensor.backward
     for _ in range(WATCHED):
         x = torch.ones(PART, 3, requires_grad=True)
         watch.begin_batch(PART, whole)
         loss(x).backward()  # type: ignore[no-untyped-call]
         assert x.grad is not None
+    assert torch.Tensor.backward is original
 
 
 @pytest.mark.parametrize("loss", TOLD.values(), ids=TOLD)
@@ -58,3 +59,13 @@ def test_other_losses_are_not_told(loss: Loss, capsys: pytest.CaptureFixture[str
     trained(TOLD["a sum of squares"], whole=PART)  # the rank has all of it
     trained(TOLD["a sum of squares"], tells=False)
     assert not capsys.readouterr().err
+
+
+def test_a_loop_that_ends_leaves_what_another_one_looks_with(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = SummedLoss(tells=True), SummedLoss(tells=True)
+    for one in (first, second):
+        one.begin_batch(PART, WHOLE)
+    first.close()
+    TOLD["a sum of squares"](torch.ones(PART, 3, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
+    assert "divided by" in capsys.readouterr().err
+    second.close()

@@ -20,7 +20,7 @@ from elche_worker.device.transfer import to_device
 from elche_worker.model.layout import STATISTIC, digest_of
 from elche_worker.model.modes import evaluating
 from elche_worker.model.step import named
-from elche_worker.model.tensors import is_plain
+from elche_worker.model.tensors import is_plain, is_wrapper
 from elche_worker.model.trial import unchanged
 from elche_worker.user.job import JobDefinition
 from elche_worker.user.scalars import Sum, described, number_of, take_scalars
@@ -184,7 +184,7 @@ def _digests(model: nn.Module) -> dict[str, int]:
     """Digests of parameters and of buffers that are statistics; an evaluation may change others, such as caches."""
     statistics = ((name, one) for name, one in model.named_buffers() if name.rpartition(".")[2].startswith(STATISTIC))
     named = [*model.named_parameters(), *statistics]
-    return {name: digest_of([one.detach()]) for name, one in named if is_plain(one)}
+    return {name: digest_of([one.detach()]) for name, one in named if is_plain(one) and not is_wrapper(one)}
 
 
 def rehearse_modes(model: nn.Module, file_name: str) -> None:

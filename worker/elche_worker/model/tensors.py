@@ -129,6 +129,11 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """True for a tensor that consists of others (torch's "wrapper subclass"), such as one of eight bits of torchao."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, flat; a view if it is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -233,7 +238,7 @@ def copied(value: Any, into: Any = None, *, is_queued: bool = False) -> Any:
         if isinstance(into, torch.Tensor) and into.shape == value.shape and into.dtype == value.dtype:
             return into.copy_(value.detach(), non_blocking=is_queued)
         # A wrapper of other tensors, such as a state of eight bits (torchao), stays what it is.
-        if is_queued and value.is_cuda and is_plain(value) and not hasattr(value, "__tensor_flatten__"):
+        if is_queued and value.is_cuda and is_plain(value) and not is_wrapper(value):
             return host_memory(value).copy_(value.detach(), non_blocking=True)
         # Contiguous, since `to` keeps strides, and a file has values in the order of indices.
         return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -248,8 +253,8 @@ def copied(value: Any, into: Any = None, *, is_queued: bool = False) -> Any:
 
 
 def host_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for a copy of the tensor's values on the host, pinned if they come from a CUDA device: a copy to other
-    memory is several times as slow, and the host waits for it.
+    """Memory for a copy of the tensor's values on the host, pinned if they come from a CUDA device: for a copy to other
+    memory the host waits.
     """
     if tensor.is_cuda:
         try:

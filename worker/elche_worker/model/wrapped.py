@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from elche.output import notice
+from elche_worker.device.transfer import tensors_in
 
 HOOKS = tuple(
     f"_optimizer_{method}_{when}_hooks"
@@ -69,9 +70,9 @@ def on_trial(optimizer: Optimizer) -> Iterator[None]:
 
 def tell_left_out(optimizer: Optimizer, saved: Any) -> None:
     """Says once if `saved`, the optimizer's own `state_dict()`, has nothing of the state of one within it."""
-    tensors = list(_tensors_in(saved))
+    tensors = list(tensors_in(saved))
     for inner in _all_in(optimizer)[1:]:
-        own = list(_tensors_in(list(inner.state.values())))
+        own = list(tensors_in(list(inner.state.values())))
         is_saved = any(one is other or _are_equal(one, other) for one in own for other in tensors)
         if own and not is_saved and inner not in _told:
             _told.add(inner)
@@ -81,17 +82,6 @@ def tell_left_out(optimizer: Optimizer, saved: Any) -> None:
                 f"a resumed training begins with none: let state_dict() and load_state_dict() of {outer} contain those "
                 f"of {kind}"
             )
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors_in(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors_in(one)
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -26,29 +26,31 @@ class SummedLoss:
     def __init__(self, *, tells: bool) -> None:
         self._num_left = WATCHED if tells else 0
         self._part, self._whole = 0, 0
-        self._backward: Any = None
-        """PyTorch's own `Tensor.backward`, while it is replaced."""
+        self._original: Any = None
+        """The `Tensor.backward` of before, while it is replaced."""
+        self._looking: Any = None
+        """What replaces it."""
 
     def begin_batch(self, part: int, whole: int) -> None:
         """Called with the samples of this rank's part and of the whole batch that are given out."""
         self._part, self._whole = part, whole
-        if self._num_left and self._backward is None:
+        if self._num_left and self._original is None:
             original: Any = torch.Tensor.backward
-            self._backward = original
 
             @wraps(original)
             def looking(loss: torch.Tensor, *given: Any, **named: Any) -> Any:
-                if self._num_left > 0:  # another loop may have replaced the function after this one
+                if self._num_left > 0:
                     self._look(loss)
                 return original(loss, *given, **named)
 
+            self._original, self._looking = original, looking
             torch.Tensor.backward = looking  # type: ignore[method-assign, assignment]
 
     def close(self) -> None:
-        """Puts PyTorch's function back."""
+        """Puts the function of before back, unless another loop has replaced this one: it then only passes calls on."""
         self._num_left = 0
-        if self._backward is not None:
-            torch.Tensor.backward, self._backward = self._backward, None  # type: ignore[method-assign]
+        if self._looking is not None and torch.Tensor.backward is self._looking:
+            torch.Tensor.backward = self._original  # type: ignore[method-assign]
 
     def _look(self, loss: torch.Tensor) -> None:
         self._num_left -= 1

@@ -29,7 +29,7 @@ class OwnCounts:
         self._counters = {
             f"{prefix}.{name}".lstrip("."): (module, name)
             for prefix, module in model.named_modules()
-            if not type(module).__module__.startswith("torch.")
+            if not type(module).__module__.startswith("torch.")  # what PyTorch's own modules count is not the job's
             for name, buffer in module.named_buffers(recurse=False)
             if name != OF_BATCHNORM and _is_whole_number(buffer)
         }
