@@ -184,7 +184,8 @@ def _digests(model: nn.Module) -> dict[str, int]:
     """Digests of parameters and of buffers that are statistics; an evaluation may change others, such as caches."""
     statistics = ((name, one) for name, one in model.named_buffers() if name.rpartition(".")[2].startswith(STATISTIC))
     named = [*model.named_parameters(), *statistics]
-    return {name: digest_of([one.detach()]) for name, one in named if is_plain(one) and not is_wrapper(one)}
+    plain = ((name, one.detach().resolve_conj()) for name, one in named if is_plain(one) and not is_wrapper(one))
+    return {name: digest_of([one]) for name, one in plain}
 
 
 def rehearse_modes(model: nn.Module, file_name: str) -> None:
